@@ -1,1 +1,30 @@
+"""Importers: a Hugging Face folder or a GGUF file becomes a `Checkpoint`."""
 
+from __future__ import annotations
+
+from pathlib import Path
+
+from mimo_edge.errors import BadInputError
+from mimo_edge.export.families.checkpoint import Checkpoint, Source
+
+__all__ = ["Checkpoint", "Source", "open_checkpoint"]
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Opens a checkpoint by its headers; weights are read later, by rows, through `Checkpoint.source`.
+
+    Raises BadInputError (missing, truncated, wrong dtype or shape, vocabulary mismatch) and UnsupportedError (unknown
+    family or architecture, a field or dtype that cannot be represented).
+    """
+    if not path.exists():
+        raise BadInputError(f"{path} does not exist (expected a Hugging Face folder or a .gguf file)")
+    try:
+        if path.is_dir():
+            from mimo_edge.export.families.hf import open_hf
+
+            return open_hf(path)
+        from mimo_edge.export.families.gguf import open_gguf
+
+        return open_gguf(path)
+    except OSError as e:
+        raise BadInputError(f"{e.filename or path}: cannot be read ({e.strerror})") from None
