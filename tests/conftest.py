@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-# The repository root must not be importable: its folder `kernels` has the name of a package that transformers looks for.
+# The repository root must not be importable: its folder `kernels` has the name of a package that transformers uses.
 ROOT = Path(__file__).parents[1]
 sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != ROOT]
 

@@ -3,11 +3,11 @@
 import json
 
 import pytest
+from specs import ALL, gemma_spec, mimo_spec
 
 from mimo_edge.errors import BadInputError
 from mimo_edge.params import count, parameters, stored, stored_tensors
 from mimo_edge.spec import ModelSpec, QuantSpec, RopeScaling, TensorQuant, dumps
-from specs import ALL, gemma_spec, mimo_spec
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -46,7 +46,7 @@ def past_mask(queries: NDArray[np.int64], keys: NDArray[np.int64], window: int |
 
 
 def can_truncate(committed: int, highest: int, target: int, window: int, ring: int) -> bool:
-    """Whether a ring can go back to `target` committed rows without a snapshot; `highest` is the end of all rows written.
+    """Whether a ring can go back to `target` committed rows; `highest` is the end of all rows ever written.
 
     The next query sits at `target`: the rows of its window must be among the newest `ring` rows that were written.
     """

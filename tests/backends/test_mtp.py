@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from specs import RandomWeights, mimo_spec, qwen_spec
 from transformers import MiMoV2FlashConfig, Qwen2Config
 from transformers.models.mimo_v2_flash.modeling_mimo_v2_flash import (
     MiMoV2FlashDecoderLayer,
@@ -13,7 +14,6 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2Rot
 
 from mimo_edge.backends import oracle
 from mimo_edge.spec import MtpSpec
-from specs import RandomWeights, mimo_spec, qwen_spec
 
 ROWS = 23
 

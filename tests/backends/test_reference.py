@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from specs import ALL, RandomWeights, mimo_spec
 
 from mimo_edge.backends import oracle
 from mimo_edge.backends.base import Step
 from mimo_edge.backends.reference import ReferenceBackend
 from mimo_edge.kv.layout import plan_layout
 from mimo_edge.kv.pools import KvPools
-from specs import ALL, RandomWeights, mimo_spec
 
 TOKENS = 41
 

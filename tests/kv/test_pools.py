@@ -3,12 +3,12 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from specs import mimo_spec, qwen_spec
 
 from mimo_edge.errors import MimoEdgeError
 from mimo_edge.kv.layout import plan_layout
 from mimo_edge.kv.pools import KvPools, PagePool, RingPool
 from mimo_edge.spec import MAX_DRAFTS
-from specs import mimo_spec, qwen_spec
 
 
 @settings(max_examples=60, deadline=None)
