@@ -1,0 +1,1 @@
+"""Op int4_embedding."""
