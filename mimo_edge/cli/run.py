@@ -1,0 +1,166 @@
+"""mimo-edge run: text from a bundle, once or as a conversation."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mimo_edge.cli.common import debug_option, note, progress
+from mimo_edge.errors import BadInputError
+from mimo_edge.request import DEFAULT_MAX_TOKENS, EMPTY_PROMPT, Result, SamplingParams
+
+if TYPE_CHECKING:
+    from mimo_edge.engine import Engine
+    from mimo_edge.generation import Generation
+
+EXAMPLES = """
+\b
+Examples:
+  mimo-edge run gemma -p "The old lighthouse" --max-tokens 60
+  mimo-edge run gemma --temperature 0.8 --top-p 0.95 --seed 7 < prompt.txt
+  mimo-edge run gemma --chat
+  mimo-edge run gemma -p "2 + 2 =" --stop $'\\n' --json | jq .timings
+
+Without --prompt the prompt is read from stdin; one newline at its end is dropped. Ctrl-C ends a reply early and
+keeps what was generated.
+"""
+NO_BUNDLE = (
+    "no BUNDLE given, and this version has no built-in model: make one with "
+    "`mimo-edge export CHECKPOINT --target cpu -o DIR`, then `mimo-edge run DIR`"
+)
+SAMPLING_HELP = {
+    "temperature": "0 takes the best token; higher is more varied.",
+    "top_k": "Sample among the K best tokens; 0 is off.",
+    "top_p": "Sample among the best tokens that together have this probability; 1 is off.",
+    "min_p": "Drop tokens less likely than this share of the best one; 0 is off.",
+    "repetition_penalty": "Above 1, tokens that occurred before become less likely.",
+    "seed": "The same seed gives the same text.",
+}
+
+
+def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """One option a field of SamplingParams, with its default."""
+    for field in reversed(dataclasses.fields(SamplingParams)):
+        kind = type(field.default)
+        flag = "--" + field.name.replace("_", "-")
+        command = click.option(
+            flag, type=kind, default=field.default, show_default=True, help=SAMPLING_HELP[field.name]
+        )(command)
+    return command
+
+
+@click.command(epilog=EXAMPLES)
+@click.argument("bundle", required=False, type=click.Path())
+@click.option("-p", "--prompt", metavar="TEXT", help="Text to continue; with --chat, the one message to answer.")
+@click.option("--chat", is_flag=True, help="Use the chat template; without --prompt, talk line by line until /exit.")
+@click.option("--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, show_default=True, help="Longest reply.")
+@sampling_options
+@click.option("--stop", metavar="TEXT", multiple=True, help="End the reply before this text; may be given again.")
+@click.option("--backend", default="auto", show_default=True, help="onnxruntime, reference, or auto.")
+@click.option("--threads", type=int, help="Processor threads  [default: the backend's choice]")
+@click.option("--context", type=int, help="Tokens of KV cache to allocate  [default: the bundle's context]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of text.")
+@debug_option
+def run(
+    bundle: str | None,
+    prompt: str | None,
+    chat: bool,
+    max_tokens: int,
+    stop: tuple[str, ...],
+    backend: str,
+    threads: int | None,
+    context: int | None,
+    as_json: bool,
+    **sampling: Any,
+) -> None:
+    """Continue a text, or talk."""
+    if bundle is None:
+        raise BadInputError(NO_BUNDLE)
+    if chat and prompt is None and as_json:
+        raise click.UsageError("--json prints one reply: give --chat a --prompt as well")
+    ask: dict[str, Any] = {"max_tokens": max_tokens, "sampling": SamplingParams(**sampling), "stop": stop}
+    if prompt is None and not chat:
+        prompt = read_prompt()
+    if prompt == "":  # the engine would say so too, after loading
+        raise BadInputError(EMPTY_PROMPT)
+    from mimo_edge.engine import Engine
+
+    with progress() as report:
+        report(None, None, f"loading {bundle}")
+        engine = Engine.open(bundle, backend, max_context=context, threads=threads)
+    with engine:
+        if prompt is None:
+            converse(engine, ask)
+            return
+        reply = engine.session().chat if chat else engine.generate
+        result = show(reply(prompt, **ask), quiet=as_json)
+    if as_json:
+        write(json.dumps(result.to_json(), ensure_ascii=False) + "\n")
+    if result.finish_reason == "cancelled":
+        sys.exit(130)
+
+
+def converse(engine: Engine, ask: dict[str, Any]) -> None:
+    """Answers stdin line by line; Ctrl-C ends one reply."""
+    with engine.session() as session:
+        note("talk to the model; /exit or Ctrl-D ends, Ctrl-C stops a reply")
+        while (line := read_line()) is not None and line != "/exit":
+            if line:
+                show(session.chat(line, **ask))
+
+
+def show(generation: Generation, quiet: bool = False) -> Result:
+    """Writes text as it comes, unless `quiet`; Ctrl-C ends it early."""
+    try:
+        for piece in generation:
+            if not quiet:
+                write(piece)
+    except KeyboardInterrupt:
+        generation.close()
+    if not quiet:
+        write("\n")
+    result = generation.result
+    speed = f", {result.timings.decode_tok_s:.1f} tokens/s" if result.timings.decode_tok_s else ""
+    reused = f", {result.cache.reused_tokens} of {result.cache.prompt_tokens} prompt tokens reused"
+    note(f"{len(result.tokens)} tokens{speed}{reused if result.cache.reused_tokens else ''} ({result.finish_reason})")
+    return result
+
+
+def write(text: str) -> None:
+    """UTF-8 to stdout, whatever the locale says."""
+    sys.stdout.buffer.write(text.encode())
+    sys.stdout.buffer.flush()
+
+
+def read_prompt() -> str:
+    """All of stdin, less one newline at the end."""
+    if sys.stdin.isatty():
+        raise click.UsageError("no prompt: give --prompt TEXT, pipe a text in, or use --chat")
+    return decode(sys.stdin.buffer.read()).removesuffix("\n")
+
+
+def read_line() -> str | None:
+    """The next line of the conversation without spaces around it; None at the end of stdin."""
+    if sys.stdin.isatty():
+        import readline  # noqa: F401  (line editing and history for input())
+
+        try:
+            return input("> ").strip()
+        except EOFError:
+            return None
+    line = sys.stdin.buffer.readline()
+    return decode(line).strip() if line else None
+
+
+def decode(data: bytes) -> str:
+    """Raises BadInputError naming the first byte that is not UTF-8."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as e:
+        bad = f"byte {e.start} (0x{data[e.start]:02x})"
+        raise BadInputError(f"stdin is not valid UTF-8 at {bad}: convert it, for example with iconv") from None

@@ -1,0 +1,50 @@
+"""One sequence: the tokens whose rows are committed, and where the rows lie. Metadata only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Tokens
+
+from mimo_edge.kv.layout import KvLayout, SequenceSlots
+from mimo_edge.kv.windows import can_truncate
+
+
+class Sequence:
+    """Row i of the slots holds token `tokens[i]`, for i < len(tokens); nothing else may be read."""
+
+    def __init__(self, layout: KvLayout, slots: SequenceSlots):
+        self.slots = slots
+        self.tokens: list[int] = []
+        self._highest = 0  # end of all rows ever written
+        self._rings = [(a.window, layout.rings[kind]) for kind, a in layout.spec.attention.items() if a.window]
+
+    def append(self, tokens: Tokens[int]) -> None:
+        """The rows of `tokens` were stored behind those that are committed."""
+        self.tokens.extend(tokens)
+        self._highest = max(self._highest, len(self.tokens))
+
+    def can_truncate(self, length: int) -> bool:
+        return 0 <= length <= len(self.tokens) and all(
+            can_truncate(len(self.tokens), self._highest, length, window, ring) for window, ring in self._rings
+        )
+
+    def keep_prefix_of(self, prompt: Tokens[int]) -> int:
+        """Goes back to the rows that a prompt shares and returns how many those are.
+
+        At least the prompt's last token is left to evaluate. Everything is dropped when rings no longer hold the
+        window of the row to continue at.
+        """
+        shared = 0
+        for ours, theirs in zip(self.tokens, prompt[:-1], strict=False):
+            if ours != theirs:
+                break
+            shared += 1
+        if not self.can_truncate(shared):
+            self.reset()
+            return 0
+        del self.tokens[shared:]
+        return shared
+
+    def reset(self) -> None:
+        """Back to no rows; right at any time, also when a store was cut off half way."""
+        self.tokens = []
+        self._highest = 0

@@ -1,0 +1,122 @@
+"""The vocabulary of a request: what is asked for and what comes back. Everything else imports these."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mimo_edge.errors import BadInputError
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+DEFAULT_MAX_TOKENS = 256
+EMPTY_PROMPT = "the prompt is empty: give some text with --prompt or on stdin"
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How a token is chosen from logits, in this order: repetition penalty, temperature, top-k, top-p, min-p.
+
+    The defaults are greedy. Temperature 0 takes the best token; top_k 0, top_p 1, min_p 0 and repetition_penalty 1 are
+    off. The same seed gives the same tokens, however the prompt is split into steps.
+    Raises BadInputError naming the value and what is allowed.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        def need(name: str, ok: bool, allowed: str) -> None:
+            if not ok:
+                raise BadInputError(f"{name} {getattr(self, name)!r} is out of range (allowed: {allowed})")
+
+        for name in ("top_k", "seed"):
+            need(name, type(getattr(self, name)) is int, "an integer")
+        need("temperature", 0 <= self.temperature <= 100, "0 to 100, 0 takes the best token")
+        need("top_k", self.top_k >= 0, "0 or more, 0 is off")
+        need("top_p", 0 < self.top_p <= 1, "above 0, at most 1, 1 is off")
+        need("min_p", 0 <= self.min_p < 1, "0 or more, below 1, 0 is off")
+        need("repetition_penalty", 0 < self.repetition_penalty <= 100, "above 0, at most 100, 1 is off")
+        need("seed", 0 <= self.seed < 2**63, "0 to 2**63-1")
+
+
+GREEDY = SamplingParams()
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt as token ids and what may follow it. Raises BadInputError on an empty prompt or an impossible limit."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int = DEFAULT_MAX_TOKENS
+    sampling: SamplingParams = GREEDY
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise BadInputError(EMPTY_PROMPT)
+        if type(self.max_tokens) is not int or self.max_tokens < 1:
+            raise BadInputError(f"max_tokens {self.max_tokens!r} is out of range (allowed: 1 or more)")
+        if not all(self.stop):
+            raise BadInputError("a stop string is empty (allowed: one character or more)")
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds and tokens a second; None where nothing was measured.
+
+    `ttft_s` runs from the call to the first token. The two speeds count time inside engine steps only, not what
+    the caller does between pieces; `decode_tok_s` leaves the first token out, which prefill produced.
+    """
+
+    load_s: float
+    ttft_s: float | None
+    prefill_tok_s: float | None
+    decode_tok_s: float | None
+
+
+@dataclass(frozen=True)
+class CacheUse:
+    """`reused_tokens` of the `prompt_tokens` were already in the KV cache and were not evaluated again."""
+
+    prompt_tokens: int
+    reused_tokens: int
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes: stored weights, both KV pools as allocated, and the process's highest resident set so far."""
+
+    weights_bytes: int
+    full_kv_bytes: int
+    window_kv_bytes: int
+    peak_rss_bytes: int
+
+
+@dataclass(frozen=True)
+class MtpUse:
+    """Multi-token prediction: verification steps, drafted and accepted tokens; None when no drafts were made."""
+
+    steps: int | None = None
+    drafted: int | None = None
+    accepted: int | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished reply. `text` is what was handed out; `tokens` are all sampled ids, those of a stop included."""
+
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason
+    timings: Timings
+    cache: CacheUse
+    memory: MemoryUse
+    mtp: MtpUse
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)

@@ -1,0 +1,91 @@
+"""A conversation: replies that follow each other over one sequence of the KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Tokens
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from mimo_edge.errors import MimoEdgeError
+from mimo_edge.generation import Generation
+from mimo_edge.kv.sequence import Sequence
+from mimo_edge.request import DEFAULT_MAX_TOKENS, GREEDY, SamplingParams
+from mimo_edge.text import Message
+
+if TYPE_CHECKING:
+    from mimo_edge.engine import Engine
+
+
+class Session:
+    """Keeps rows between replies: a prompt that begins like the last one is evaluated only where it differs.
+
+    Belongs to one thread at a time. A new reply ends the one before it.
+    """
+
+    def __init__(self, engine: Engine, sequence: Sequence):
+        self.sequence = sequence
+        self._engine = engine
+        self._closed = False
+        self._reply: Generation | None = None
+        self._asked: str | None = None  # what `_reply` answers in the conversation; None outside of chat
+        self._messages: list[Message] = []
+
+    def generate(
+        self,
+        prompt: str | Tokens[int],
+        *,
+        max_tokens: int = DEFAULT_MAX_TOKENS,
+        sampling: SamplingParams = GREEDY,
+        stop: str | Iterable[str] = (),
+    ) -> Generation:
+        """One reply to a whole prompt, as Engine.generate; the result says how many of its tokens were reused."""
+        if self._closed:
+            raise MimoEdgeError("the session is closed: open another with engine.session()")
+        request = self._engine.request(prompt, max_tokens, sampling, stop)
+        self._settle()
+        self._reply = Generation(self._engine, self.sequence, request)
+        return self._reply
+
+    def chat(
+        self,
+        text: str,
+        *,
+        max_tokens: int = DEFAULT_MAX_TOKENS,
+        sampling: SamplingParams = GREEDY,
+        stop: str | Iterable[str] = (),
+    ) -> Generation:
+        """The model's reply to `text` in the conversation so far, through the bundle's chat template.
+
+        Raises BadInputError without a template, on empty text, and when the conversation outgrew the context; the
+        conversation is then as it was.
+        """
+        self._settle()
+        user = {"role": "user", "content": text}
+        prompt = self._engine.text.encode_chat([*self._messages, user]) if text else []
+        reply = self.generate(prompt, max_tokens=max_tokens, sampling=sampling, stop=stop)
+        self._asked = text
+        return reply
+
+    def _settle(self) -> None:
+        """Ends the last reply and, when it belongs to the conversation, remembers it."""
+        if self._reply is None:
+            return
+        self._reply.close()
+        if self._asked is not None and self._reply.finish_reason != "error":
+            self._messages.append({"role": "user", "content": self._asked})
+            self._messages.append({"role": "assistant", "content": self._reply.result.text})
+        self._reply = self._asked = None
+
+    def close(self) -> None:
+        """Ends a running reply and gives the room back."""
+        if not self._closed:
+            self._closed = True
+            self._settle()
+            self._engine.release(self.sequence)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.close()
