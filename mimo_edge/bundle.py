@@ -241,7 +241,7 @@ def _read(path: Path) -> bytes:
 def _parse(path: Path, raw: bytes) -> Any:
     try:
         return json.loads(raw)
-    except ValueError as e:  # also invalid UTF-8
+    except (ValueError, RecursionError) as e:  # ValueError: also invalid UTF-8
         raise BadInputError(f"{path} is not JSON ({e}): copy or export the bundle again") from None
 
 

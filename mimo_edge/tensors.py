@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import struct
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from mimo_edge.errors import BadInputError
 from mimo_edge.params import Stored
 
-_DTYPES = {"F32": np.dtype("<f4"), "U8": np.dtype("u1")}
+_DTYPES: dict[str, np.dtype] = {"F32": np.dtype("<f4"), "U8": np.dtype("u1")}
 _ALIGN = 64  # of the first tensor, so that mapped float rows start on a cache line
 
 
@@ -31,18 +32,16 @@ class Location(NamedTuple):
 
 def lay_out(tensors: Sequence[Stored]) -> tuple[bytes, dict[str, Location]]:
     """The bytes before the first tensor, and the place of each tensor, in the order given."""
-    entries, at = {}, 0
-    for t in tensors:
-        entries[t.name] = {"dtype": t.dtype, "shape": list(t.shape), "data_offsets": [at, at + t.nbytes]}
-        at += t.nbytes
+    ends = list(itertools.accumulate(t.nbytes for t in tensors))
+    entries = {
+        t.name: {"dtype": t.dtype, "shape": list(t.shape), "data_offsets": [end - t.nbytes, end]}
+        for t, end in zip(tensors, ends, strict=True)
+    }
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGN)
     header = struct.pack("<Q", len(text)) + text
-    places = {}
-    for t in tensors:
-        start = len(header) + entries[t.name]["data_offsets"][0]
-        places[t.name] = Location(t.dtype, t.shape, start, t.nbytes)
-    return header, places
+    starts = [len(header) + end - t.nbytes for t, end in zip(tensors, ends, strict=True)]
+    return header, {t.name: Location(t.dtype, t.shape, at, t.nbytes) for t, at in zip(tensors, starts, strict=True)}
 
 
 def read_header(path: Path) -> dict[str, Location]:

@@ -35,9 +35,10 @@ def tokens(engine, prompt=PROMPT, n=25, sampling=SAMPLED):
 def test_backends_and_chunks_lead_to_the_same_tokens(name, bundles):
     with Engine.open(bundles / name, "reference") as engine:
         expected = tokens(engine)
-    with Engine.open(bundles / name, "onnxruntime", threads=1) as engine:
-        for engine.chunk in (1, 7, 256):
-            assert tokens(engine) == expected, engine.chunk
+    for backend in ("onnxruntime", "onnxruntime-float"):
+        with Engine.open(bundles / name, backend, threads=1) as engine:
+            for engine.chunk in (1, 7, 256):
+                assert tokens(engine) == expected, (backend, engine.chunk)
     assert len(set(expected)) > 4
 
 
@@ -90,7 +91,7 @@ def test_the_choice_of_a_backend_is_explained_once(bundles, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"backend": "cuda"}, r"unknown backend 'cuda' \(allowed: auto, onnxruntime, reference\)"),
+        ({"backend": "cuda"}, r"unknown backend 'cuda' \(allowed: auto, onnxruntime, onnxruntime-float, reference\)"),
         ({"max_context": 257}, r"context 257 is out of range \(allowed: 1 to 256"),
         ({"max_context": 0}, "context 0"),
         ({"sessions": 0}, "sessions 0"),

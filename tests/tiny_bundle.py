@@ -8,17 +8,19 @@ from pathlib import Path
 from fakes import BOS, EOS, TEMPLATE, byte_tokenizer
 from tiny_weights import INT4, write_weights
 
+from mimo_edge.backends.onnxruntime import FLOAT_MODEL, MODEL
 from mimo_edge.bundle import CHAT_TEMPLATE, TOKENIZER, Bundle, BundleWriter
 from mimo_edge.export.graph.cpu import emit_cpu
 from mimo_edge.spec import ModelSpec
 
 
 def write_bundle(out: Path, spec: ModelSpec, seed: int = 0, template: str | None = TEMPLATE) -> Bundle:
-    """INT4 weights, float activations, so that backends agree to rounding."""
+    """INT4 weights; float activations in both graphs, so that all backends agree to rounding."""
     spec = replace(spec, vocab_size=258, bos_id=BOS, eos_ids=(EOS,), quant=INT4)
     with BundleWriter(out) as writer:
         places, _ = write_weights(spec, writer.path("."), seed)
-        writer.path("model.cpu.onnx").write_bytes(emit_cpu(spec, places, accuracy_level=1).SerializeToString())
+        for name in (MODEL, FLOAT_MODEL):
+            writer.path(name).write_bytes(emit_cpu(spec, places, accuracy_level=1).SerializeToString())
         writer.path(TOKENIZER).write_text(byte_tokenizer().to_str())
         if template is not None:
             writer.path(CHAT_TEMPLATE).write_text(template)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from mimo_edge.backends.base import Backend
@@ -17,10 +18,10 @@ log = logging.getLogger("mimo_edge")
 DEFAULT = "onnxruntime"
 
 
-def _onnxruntime(bundle: Bundle, threads: int | None) -> Backend:
+def _onnxruntime(bundle: Bundle, threads: int | None, float_activations: bool = False) -> Backend:
     from mimo_edge.backends.onnxruntime import OnnxRuntimeBackend
 
-    return OnnxRuntimeBackend.open(bundle, threads=threads)
+    return OnnxRuntimeBackend.open(bundle, threads, float_activations)
 
 
 def _reference(bundle: Bundle, threads: int | None) -> Backend:
@@ -33,7 +34,12 @@ def _reference(bundle: Bundle, threads: int | None) -> Backend:
     return ReferenceBackend.open(bundle)
 
 
-LOADERS: dict[str, Callable[[Bundle, int | None], Backend]] = {"onnxruntime": _onnxruntime, "reference": _reference}
+LOADERS: dict[str, Callable[[Bundle, int | None], Backend]] = {
+    "onnxruntime": _onnxruntime,
+    # slower; 8-bit activations let a token depend, through rounding, on how rows were grouped into steps
+    "onnxruntime-float": partial(_onnxruntime, float_activations=True),
+    "reference": _reference,
+}
 
 
 def load(name: str, bundle: Bundle, threads: int | None = None) -> Backend:

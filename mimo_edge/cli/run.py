@@ -61,7 +61,7 @@ def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, show_default=True, help="Longest reply.")
 @sampling_options
 @click.option("--stop", metavar="TEXT", multiple=True, help="End the reply before this text; may be given again.")
-@click.option("--backend", default="auto", show_default=True, help="onnxruntime, reference, or auto.")
+@click.option("--backend", default="auto", show_default=True, help="onnxruntime, onnxruntime-float (exact activations), reference, or auto.")
 @click.option("--threads", type=int, help="Processor threads  [default: the backend's choice]")
 @click.option("--context", type=int, help="Tokens of KV cache to allocate  [default: the bundle's context]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of text.")
