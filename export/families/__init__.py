@@ -1,4 +1,4 @@
-"""Importers: a Hugging Face folder or a GGUF file becomes a `Checkpoint`."""
+"""Importers: a Hugging Face folder, a native folder or a GGUF file becomes a `Checkpoint`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,14 @@ def open_checkpoint(path: Path) -> Checkpoint:
     family or architecture, a field or dtype that cannot be represented).
     """
     if not path.exists():
-        raise BadInputError(f"{path} does not exist (expected a Hugging Face folder or a .gguf file)")
+        raise BadInputError(
+            f"{path} does not exist (expected a Hugging Face folder, a native folder with spec.json, or a .gguf file)"
+        )
     try:
+        if (path / "spec.json").exists() and not (path / "config.json").exists():
+            from mimo_edge.export.families.native import open_native
+
+            return open_native(path)
         if path.is_dir():
             from mimo_edge.export.families.hf import open_hf
 

@@ -41,8 +41,8 @@ def open_hf(folder: Path) -> Checkpoint:
     return Checkpoint(
         spec=spec,
         source=LayoutSource(spec, tensors, layout),
-        tokenizer_json=_tokenizer(folder, spec, family.stray_tokens),
-        chat_template=_chat_template(folder),
+        tokenizer_json=read_tokenizer(folder, spec, family.stray_tokens),
+        chat_template=read_chat_template(folder),
         name=folder.resolve().name,
     )
 
@@ -62,7 +62,7 @@ def _with_ids(spec: ModelSpec, folder: Path, config: Fields) -> ModelSpec:
     return with_ids(spec, ids["bos_token_id"], ids["eos_token_id"], str(folder))
 
 
-def _tokenizer(folder: Path, spec: ModelSpec, stray: tuple[str, ...]) -> str:
+def read_tokenizer(folder: Path, spec: ModelSpec, stray: tuple[str, ...]) -> str:
     path = folder / "tokenizer.json"
     if not path.exists():
         raise BadInputError(
@@ -94,7 +94,7 @@ def _vocabulary(text: str, path: Path) -> dict[str, int]:
         raise BadInputError(f"{path}: not a usable tokenizer ({e})") from None
 
 
-def _chat_template(folder: Path) -> str | None:
+def read_chat_template(folder: Path) -> str | None:
     """chat_template.jinja, else chat_template.json, else tokenizer_config.json (a text, or a list of named ones)."""
     path = folder / "chat_template.jinja"
     if path.exists():

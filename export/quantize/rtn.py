@@ -53,7 +53,7 @@ def pack(values: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
         return values
     if values.shape[-1] % 2:
         values = np.concatenate([values, np.zeros_like(values[..., :1])], axis=-1)
-    return values[..., 0::2] | (values[..., 1::2] << 4)
+    return np.bitwise_or(values[..., 0::2], values[..., 1::2] << 4, dtype=np.uint8)
 
 
 def _scales_and_zeros(blocks: NDArray[np.float32], bits: int, name: str) -> tuple[NDArray, NDArray]:

@@ -1,0 +1,217 @@
+"""Chooses bits and groups by measurement: the fewest bytes read per decoded token within a loss of perplexity.
+
+1. The candidates with one format for all kinds are measured, cheapest first; one within the budget is taken.
+2. Otherwise each kind of tensor alone is measured in 4 bits. Losses in nats add up (Gemma 3 270M: sum of parts 0.34
+   and 0.41, together 0.33 and 0.42), so the sums rank all mixtures of 4 and 8 bits.
+3. Mixtures whose sum is within the budget are measured, cheapest first, until one really is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from importlib import resources
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from mimo_edge.errors import BadInputError
+from mimo_edge.export.quantize.perplexity import LayerWeights, Method, Source, cross_entropy, hidden_states
+from mimo_edge.export.quantize.rtn import GROUPS
+from mimo_edge.params import count, parameters, stored, stored_tensors
+from mimo_edge.spec import ModelSpec, QuantSpec, TensorQuant
+
+log = logging.getLogger(__name__)
+
+# Of perplexity, on the two texts here. They are hard on a small model: Gemma 3 270M loses 8.8 % on them where it loses
+# 7.0 % on other prose and documentation (docs/measurements.md).
+DEFAULT_BUDGET = 0.09
+LARGE_MODEL = 1_000_000_000  # weights: from here on coarse 4-bit groups are candidates, and fewer tokens are measured
+KINDS = ("attention", "ffn", "embedding", "head")
+TEXTS = ("prose", "docs")
+_TOKENS, _TOKENS_LARGE = 1100, 256  # of each text
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """`losses`: text -> perplexity over float perplexity, minus 1. Bytes: read per decoded token, and in the file."""
+
+    quant: QuantSpec
+    read_bytes: int
+    stored_bytes: int
+    losses: dict[str, float]
+
+    @property
+    def worst(self) -> float:
+        return max(self.losses.values())
+
+
+@dataclass(frozen=True)
+class QuantReport:
+    """What was measured, in this order, and chosen. `tokens` and `perplexity` (of the float model) are by text."""
+
+    quant: QuantSpec
+    reason: str
+    budget: float
+    tokens: dict[str, int]
+    perplexity: dict[str, float]
+    measured: tuple[Measured, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def choose(
+    spec: ModelSpec,
+    source: Source,
+    tokenizer_json: str,
+    *,
+    budget: float,
+    method: Method,
+    progress: Progress,
+) -> QuantReport:
+    """Measures candidates on the two texts and picks one; logs the reason, as a warning if none is within `budget`.
+
+    `progress` gets (layers done, all layers, which candidate) for each candidate in turn.
+    Raises BadInputError if `budget` is negative, and what the source raises.
+    """
+    if not budget >= 0:
+        raise BadInputError(f"quality budget {budget}: a share of perplexity that may be lost, 0 or more (0.06 is 6 %)")
+    texts = _texts(spec, tokenizer_json)
+    meter = _Meter(spec, source, method, texts, progress)
+    best = next((m for m in map(meter.measure, _uniform_candidates(spec)) if m.worst <= budget), None)
+    best = best or _mixture(spec, meter, budget)
+    reason = _reason(best, budget, meter.measured)
+    log.log(logging.INFO if best.worst <= budget else logging.WARNING, reason)
+    tokens = {name: len(text) for name, text in texts.items()}
+    perplexity = {name: math.exp(nats) for name, nats in meter.baseline.items()}
+    return QuantReport(best.quant, reason, budget, tokens, perplexity, tuple(meter.measured))
+
+
+def label(quant: QuantSpec) -> str:
+    """For example `attention 8g128, ffn 4g32, embedding 8g128, head float`."""
+    parts = [(kind, quant.of(kind)) for kind in KINDS]
+    return ", ".join(f"{kind} {q.bits}g{q.group}" if q else f"{kind} float" for kind, q in parts)
+
+
+def read_bytes(spec: ModelSpec) -> int:
+    """Bytes of weights that one decoded token reads: all layers (of experts the active share) and the head.
+
+    The lookup reads one row of the embedding and is left out; so are MTP heads, which plain decoding does not run.
+    """
+    head = "head" if spec.separate_head else "embed"
+    total = 0
+    for p in parameters(spec):
+        if p.name != head and not p.name.startswith("layers.") and p.name != "norm":
+            continue
+        nbytes = sum(s.nbytes for s in stored(p, spec.quant.of(p.kind)))
+        moe = spec.ffn_of(int(p.name.split(".")[1])).moe if ".experts." in p.name else None
+        total += nbytes * moe.top_k // moe.experts if moe else nbytes
+    return total
+
+
+class _Meter:
+    """Measures candidates against the float model; hidden states of equal layers are kept."""
+
+    def __init__(self, spec: ModelSpec, source: Source, method: Method, texts: dict[str, Tensor], progress: Progress):
+        self._spec, self._source, self._method, self._texts, self._progress = spec, source, method, texts, progress
+        self._states: dict[QuantSpec, Tensor] = {}
+        self.measured: list[Measured] = []
+        self.baseline = self._nats(QuantSpec())
+
+    def measure(self, quant: QuantSpec) -> Measured:
+        nats = self._nats(quant)
+        losses = {name: math.exp(nats[name] - self.baseline[name]) - 1 for name in self._texts}
+        spec = replace(self._spec, quant=quant)
+        result = Measured(quant, read_bytes(spec), sum(s.nbytes for s in stored_tensors(spec)), losses)
+        self.measured.append(result)
+        return result
+
+    def _nats(self, quant: QuantSpec) -> dict[str, float]:
+        """Mean nats a token, by text."""
+        body = replace(quant, head=None)
+        if body not in self._states:
+            weights = LayerWeights(self._spec, self._source, self._method, body)
+            what = f"measuring {label(quant)}"
+            texts = list(self._texts.values())
+            states = hidden_states(self._spec, weights, texts, lambda done, total: self._progress(done, total, what))
+            self._states[body] = torch.cat([x[:-1] for x in states])
+        targets = torch.cat([text[1:] for text in self._texts.values()])
+        nats = cross_entropy(self._spec, self._source, self._method, quant.head, self._states[body], targets)
+        parts = nats.split([len(text) - 1 for text in self._texts.values()])
+        return {name: float(part.mean()) for name, part in zip(self._texts, parts, strict=True)}
+
+
+def _uniform_candidates(spec: ModelSpec) -> Iterator[QuantSpec]:
+    """All kinds in 4 bits, coarsest group first; below LARGE_MODEL groups of 32 only (coarser ones lose too much)."""
+    for group in reversed(GROUPS) if count(spec) >= LARGE_MODEL else GROUPS[:1]:
+        yield _formats(spec, 4, group)
+
+
+def _mixture(spec: ModelSpec, meter: _Meter, budget: float) -> Measured:
+    """The cheapest mixture of 4 and 8 bits within `budget` by sum and by measurement, else the best one measured."""
+    four, eight = _formats(spec, 4, GROUPS[0]), _formats(spec, 8, GROUPS[-1])
+    tried = list(meter.measured)
+    kinds = [kind for kind in KINDS if four.of(kind) != eight.of(kind)]
+    alone = {kind: meter.measure(replace(QuantSpec(), **{kind: four.of(kind)})).losses for kind in kinds}
+    for low in _by_cost(spec, kinds, four, eight):
+        expected = max(math.prod(1 + alone[kind][text] for kind in low) - 1 for text in meter.baseline)
+        if expected > budget or len(low) == len(kinds):
+            continue
+        tried.append(meter.measure(_mix(eight, four, low)))
+        if tried[-1].worst <= budget:
+            return tried[-1]
+    return min(tried, key=lambda m: m.worst)
+
+
+def _by_cost(spec: ModelSpec, kinds: list[str], four: QuantSpec, eight: QuantSpec) -> list[tuple[str, ...]]:
+    """Sets of kinds to keep in 4 bits, the fewest bytes read (then stored) first; the empty set is one of them."""
+    sets = [low for n in range(len(kinds) + 1) for low in itertools.combinations(kinds, n)]
+
+    def cost(low: tuple[str, ...]) -> tuple[int, int]:
+        mixed = replace(spec, quant=_mix(eight, four, low))
+        return read_bytes(mixed), sum(s.nbytes for s in stored_tensors(mixed))
+
+    return sorted(sets, key=cost)
+
+
+def _mix(eight: QuantSpec, four: QuantSpec, low: tuple[str, ...]) -> QuantSpec:
+    return replace(eight, **{kind: four.of(kind) for kind in low})
+
+
+def _formats(spec: ModelSpec, bits: int, group: int) -> QuantSpec:
+    """`bits` for all kinds, in the largest groups up to `group` that divide; a kind that none divides stays float."""
+    fitting = {}
+    for kind in KINDS:
+        source_kind = "embedding" if kind == "head" and spec.tied else kind
+        sizes = [p.shape[1] for p in parameters(spec) if p.kind == source_kind]
+        groups = [g for g in GROUPS if g <= group and all(k % g == 0 for k in sizes)]
+        fitting[kind] = TensorQuant(bits, groups[-1]) if groups else None
+    return QuantSpec(**fitting)
+
+
+def _texts(spec: ModelSpec, tokenizer_json: str) -> dict[str, Tensor]:
+    """Token ids int64 [T] of the texts, behind the model's first token if it has one."""
+    tokenizer = Tokenizer.from_str(tokenizer_json)
+    limit = min(_TOKENS if count(spec) < LARGE_MODEL else _TOKENS_LARGE, spec.max_context)
+    texts = {}
+    for name in TEXTS:
+        text = resources.files(__package__).joinpath(f"texts/{name}.txt").read_text(encoding="utf-8")
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        texts[name] = torch.tensor(([] if spec.bos_id is None else [spec.bos_id]) + ids)[:limit]
+    return texts
+
+
+def _reason(best: Measured, budget: float, measured: list[Measured]) -> str:
+    losses = ", ".join(f"{name} {loss:+.1%}" for name, loss in best.losses.items())
+    what = f"quantisation {label(best.quant)}: {best.read_bytes / 1e6:.0f} MB read a token, perplexity {losses}"
+    if best.worst > budget:
+        return f"{what}; no candidate of {len(measured)} is within the budget of {budget:.1%}, this is the best one"
+    return f"{what}; the cheapest within the budget of {budget:.1%} ({len(measured)} candidates measured)"
