@@ -64,11 +64,12 @@ def inputs(spec, seed):
 def test_mimo_v2_head_equals_a_transformers_layer():
     spec = mimo_spec(mtp=3)
     a, weights = spec.attention["window"], RandomWeights(spec, 1)
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.334}
     config = MiMoV2FlashConfig(
         vocab_size=97, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=1, head_dim=12, v_head_dim=8, sliding_window=a.window, layer_types=["sliding_attention"],
         mlp_layer_types=["dense"], attention_value_scale=0.707, rms_norm_eps=1e-5,
-        rope_parameters={"sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.334}},
+        rope_parameters={"sliding_attention": rope},
     )  # fmt: skip
     config._attn_implementation = "eager"
     hidden, tokens, positions = inputs(spec, 2)

@@ -260,7 +260,6 @@ def test_ctrl_c_in_a_conversation_ends_one_reply(command, bundle, use):
 @pytest.mark.parametrize(
     ("args", "stdin", "code", "message"),
     [
-        (["run"], None, 2, "no BUNDLE given.*mimo-edge export"),
         (["run", "no-such-bundle", "-p", "x"], None, 2, "no-such-bundle"),
         (["run", "BUNDLE", "-p", ""], None, 2, "prompt is empty"),
         (["run", "BUNDLE"], b"", 2, "prompt is empty"),

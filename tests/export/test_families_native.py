@@ -74,7 +74,7 @@ def test_a_tensor_that_does_not_fit(written, value, words):
 
 
 def test_a_tensor_without_a_place(written):
-    folder, spec, _ = written
+    folder, *_ = written
     spec_data = json.loads((folder / "spec.json").read_text())
     spec_data["mtp"] = None
     (folder / "spec.json").write_text(json.dumps(spec_data))
