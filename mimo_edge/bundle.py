@@ -28,6 +28,7 @@ __all__ = ["LAYOUT_VERSION", "WEIGHTS", "Bundle", "BundleWriter", "FileEntry", "
 LAYOUT_VERSION = 1
 MANIFEST, SPEC, TOKENIZER, CHAT_TEMPLATE = "manifest.json", "spec.json", "tokenizer.json", "chat_template.jinja"
 WEIGHTS = "weights.safetensors"
+BUILT_IN = Path(__file__).parent / "reference_model"  # shipped with the package; docs/reference_model.md
 _NEEDED = (SPEC, TOKENIZER, WEIGHTS)
 _MAKE_ONE = "make one with `mimo-edge export SRC --target cpu -o DIR`"
 _BUFFER_BYTES = 4 << 20

@@ -22,6 +22,7 @@ from mimo_edge.errors import MimoEdgeError
 EXAMPLES = """
 \b
 Examples:
+  mimo-edge run -p "pick up the red cup"
   mimo-edge export gemma-3-270m.gguf --target cpu -o gemma
   mimo-edge run gemma -p "The old lighthouse"
   mimo-edge run gemma --chat

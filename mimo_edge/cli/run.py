@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 EXAMPLES = """
 \b
 Examples:
+  mimo-edge run -p "pick up the red cup"
   mimo-edge run gemma -p "The old lighthouse" --max-tokens 60
   mimo-edge run gemma --temperature 0.8 --top-p 0.95 --seed 7 < prompt.txt
   mimo-edge run gemma --chat
@@ -29,10 +30,6 @@ Examples:
 Without --prompt the prompt is read from stdin; one newline at its end is dropped. Ctrl-C ends a reply early and
 keeps what was generated.
 """
-NO_BUNDLE = (
-    "no BUNDLE given, and this version has no built-in model: make one with "
-    "`mimo-edge export CHECKPOINT --target cpu -o DIR`, then `mimo-edge run DIR`"
-)
 SAMPLING_HELP = {
     "temperature": "0 takes the best token; higher is more varied.",
     "top_k": "Sample among the K best tokens; 0 is off.",
@@ -61,7 +58,12 @@ def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, show_default=True, help="Longest reply.")
 @sampling_options
 @click.option("--stop", metavar="TEXT", multiple=True, help="End the reply before this text; may be given again.")
-@click.option("--backend", default="auto", show_default=True, help="onnxruntime, onnxruntime-float (exact activations), reference, or auto.")
+@click.option(
+    "--backend",
+    default="auto",
+    show_default=True,
+    help="onnxruntime, onnxruntime-float (exact activations), reference, or auto.",
+)
 @click.option("--threads", type=int, help="Processor threads  [default: the backend's choice]")
 @click.option("--context", type=int, help="Tokens of KV cache to allocate  [default: the bundle's context]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of text.")
@@ -78,9 +80,10 @@ def run(
     as_json: bool,
     **sampling: Any,
 ) -> None:
-    """Continue a text, or talk."""
-    if bundle is None:
-        raise BadInputError(NO_BUNDLE)
+    """Continue a text, or talk.
+
+    Without BUNDLE the built-in reference model answers: commands to a home robot, as a JSON action and a short reply.
+    """
     if chat and prompt is None and as_json:
         raise click.UsageError("--json prints one reply: give --chat a --prompt as well")
     ask: dict[str, Any] = {"max_tokens": max_tokens, "sampling": SamplingParams(**sampling), "stop": stop}
@@ -88,8 +91,11 @@ def run(
         prompt = read_prompt()
     if prompt == "":  # the engine would say so too, after loading
         raise BadInputError(EMPTY_PROMPT)
+    from mimo_edge.bundle import BUILT_IN
     from mimo_edge.engine import Engine
 
+    speaks = chat or bundle is None  # the built-in model knows conversations only
+    bundle = bundle or str(BUILT_IN)
     with progress() as report:
         report(None, None, f"loading {bundle}")
         engine = Engine.open(bundle, backend, max_context=context, threads=threads)
@@ -97,7 +103,7 @@ def run(
         if prompt is None:
             converse(engine, ask)
             return
-        reply = engine.session().chat if chat else engine.generate
+        reply = engine.session().chat if speaks else engine.generate
         result = show(reply(prompt, **ask), quiet=as_json)
     if as_json:
         write(json.dumps(result.to_json(), ensure_ascii=False) + "\n")
