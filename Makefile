@@ -1,14 +1,11 @@
 # Short names for what CONTRIBUTING.md describes.
-.PHONY: install test slow lint format docs ci
+.PHONY: install test lint format docs ci
 
 install:
 	pip install -e '.[dev]'
 
 test:
 	pytest
-
-slow:
-	pytest -m slow
 
 lint:
 	ruff check .

@@ -67,10 +67,15 @@ class Text:
 
     def render_chat(self, messages: Sequence[Message]) -> str:
         """The conversation as the text that the template makes of it."""
+        template = self.need_chat_template()
+        eos = self._spec.eos_ids[0] if self._spec.eos_ids else None
+        return render(template, messages, self._token(self._spec.bos_id), self._token(eos))
+
+    def need_chat_template(self) -> str:
+        """Raises BadInputError when the bundle has none."""
         if self._template is None:
             raise BadInputError("this bundle has no chat template: use --prompt without --chat")
-        eos = self._spec.eos_ids[0] if self._spec.eos_ids else None
-        return render(self._template, messages, self._token(self._spec.bos_id), self._token(eos))
+        return self._template
 
     def _token(self, token: int | None) -> str:
         return (self._tokenizer.id_to_token(token) or "") if token is not None else ""

@@ -148,11 +148,11 @@ def check(bundle: Path, models: dict[str, Model], tokens: list[int]) -> dict[str
 
 
 class LlamaCpp:
-    """llama.cpp through its C interface, which is the fastest way in: one sequence, logits where they were computed."""
+    """llama.cpp through its C interface, the fastest way in: one sequence, its own choice of flash attention."""
 
     BATCH = 512
 
-    def __init__(self, path: Path, threads: int, context: int, flash_attention: bool = False):
+    def __init__(self, path: Path, threads: int, context: int):
         self._lib = lib = import_llama_cpp()
         self._model = lib.llama_model_load_from_file(str(path).encode(), lib.llama_model_default_params())
         if not self._model:
@@ -160,7 +160,6 @@ class LlamaCpp:
         params = lib.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = context, self.BATCH, self.BATCH
         params.n_threads = params.n_threads_batch = threads
-        params.flash_attn_type = int(flash_attention)
         params.swa_full = False  # rings, as in its own programs
         self._context = lib.llama_init_from_model(self._model, params)
         self._vocab = lib.llama_model_get_vocab(self._model)

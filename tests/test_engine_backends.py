@@ -85,7 +85,7 @@ def test_the_choice_of_a_backend_is_explained_once(bundles, monkeypatch):
     with Engine.open(bundles / "qwen", threads=1) as engine:
         assert isinstance(engine.backend, OnnxRuntimeBackend)
         tokens(engine, n=3)
-    assert [r.getMessage().split(":")[0] for r in records] == ["backend onnxruntime"]
+    assert [r.getMessage().split(",")[0] for r in records] == ["backend onnxruntime"]
 
 
 @pytest.mark.parametrize(

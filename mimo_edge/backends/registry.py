@@ -49,7 +49,7 @@ def load(name: str, bundle: Bundle, threads: int | None = None) -> Backend:
     """
     if name == "auto":
         name = DEFAULT
-        log.info("backend %s: the fastest on a CPU, and this version has none for a GPU", name)
+        log.info("backend %s, as this version has none for a GPU and this is the fastest on a CPU", name)
     if name not in LOADERS:
         raise BadInputError(f"unknown backend {name!r} (allowed: auto, {', '.join(sorted(LOADERS))})")
     return LOADERS[name](bundle, threads)

@@ -60,7 +60,7 @@ class LogLines(logging.Handler):
     """One line on stderr a record; above a progress bar, which takes sys.stderr over while it is drawn."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        click.echo(f"mimo-edge: {self.format(record)}", err=True)
+        print(f"mimo-edge: {self.format(record)}", file=sys.stderr, flush=True)
 
 
 def note(text: str) -> None:

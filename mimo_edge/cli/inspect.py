@@ -28,18 +28,21 @@ Examples:
 
 
 @click.command(epilog=EXAMPLES)
-@click.argument("path", metavar="BUNDLE|SRC", type=click.Path(path_type=Path))
+@click.argument("path", metavar="[BUNDLE|SRC]", required=False, type=click.Path(path_type=Path))
 @click.option("--context", type=int, help="Tokens to size the KV pools for  [default: the model's context]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @debug_option
-def inspect(path: Path, context: int | None, as_json: bool) -> None:
+def inspect(path: Path | None, context: int | None, as_json: bool) -> None:
     """Show layers, KV pools and bytes.
 
-    Of a bundle, every file is checked. Of a checkpoint, only headers are read, and it says what 4 bits would take.
+    Of the built-in model, when nothing is named. Of a bundle, every file is checked. Of a checkpoint, only headers are
+    read, and it says what 4 bits would take.
     """
     with progress() as report:
-        report(None, None, f"reading {path}")
-        spec, about = _open(path)
+        from mimo_edge.bundle import BUILT_IN
+
+        report(None, None, f"reading {path or 'the built-in model'}")
+        spec, about = _open(path or BUILT_IN)
     facts = about | describe(spec, context)
     if as_json:
         click.echo(json.dumps(facts, ensure_ascii=False))

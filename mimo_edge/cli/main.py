@@ -25,7 +25,7 @@ Examples:
   mimo-edge run -p "pick up the red cup"
   mimo-edge export gemma-3-270m.gguf --target cpu -o gemma
   mimo-edge run gemma -p "The old lighthouse"
-  mimo-edge run gemma --chat
+  mimo-edge run --chat
   mimo-edge inspect gemma
 
 Text and JSON go to stdout, everything else to stderr. Exit codes: 0 done, 1 failed, 2 bad input, 3 not supported,
@@ -52,6 +52,9 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     log.setLevel(logging.INFO)
     try:
         sys.exit(cli.main(args=args, prog_name="mimo-edge", standalone_mode=False, obj=settings))
+    except click.exceptions.NoArgsIsHelpError as e:  # its message is the whole help
+        click.echo(e.format_message(), err=True)
+        sys.exit(e.exit_code)
     except click.Abort:  # Ctrl-C
         sys.exit(130)
     except Exception as e:

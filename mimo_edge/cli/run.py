@@ -24,7 +24,7 @@ Examples:
   mimo-edge run -p "pick up the red cup"
   mimo-edge run gemma -p "The old lighthouse" --max-tokens 60
   mimo-edge run gemma --temperature 0.8 --top-p 0.95 --seed 7 < prompt.txt
-  mimo-edge run gemma --chat
+  mimo-edge run --chat
   mimo-edge run gemma -p "2 + 2 =" --stop $'\\n' --json | jq .timings
 
 Without --prompt the prompt is read from stdin; one newline at its end is dropped. Ctrl-C ends a reply early and
@@ -95,11 +95,12 @@ def run(
     from mimo_edge.engine import Engine
 
     speaks = chat or bundle is None  # the built-in model knows conversations only
-    bundle = bundle or str(BUILT_IN)
     with progress() as report:
-        report(None, None, f"loading {bundle}")
-        engine = Engine.open(bundle, backend, max_context=context, threads=threads)
+        report(None, None, f"loading {bundle or 'the built-in model'}")
+        engine = Engine.open(bundle or BUILT_IN, backend, max_context=context, threads=threads)
     with engine:
+        if speaks:
+            engine.text.need_chat_template()
         if prompt is None:
             converse(engine, ask)
             return

@@ -113,7 +113,7 @@ def test_completion_knows_the_commands(command, monkeypatch):
 def test_text_goes_to_stdout_and_nothing_else_does(command, bundle, use):
     code, out, err = command("run", bundle, "-p", "abc")
     assert (code, out) == (0, REPLY + "\n")
-    assert err.startswith("mimo-edge: backend onnxruntime: ") and err.count("\n") == 1
+    assert err.startswith("mimo-edge: backend onnxruntime, ") and err.count("\n") == 1
 
 
 def test_a_prompt_on_stdin_loses_one_newline(command, bundle, use):
