@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import resource
 import sys
 import threading
@@ -27,6 +28,7 @@ from mimo_edge.spec import ModelSpec
 from mimo_edge.text import Text
 
 log = logging.getLogger("mimo_edge")
+LONGEST_TOKEN = 256  # characters; vocabularies stay well below
 CHUNK = 256  # rows of a prefill step: enough to use every core, little enough that a cancel is heard soon
 
 
@@ -57,7 +59,7 @@ class Engine:
         self._closed = False
         try:
             backend.allocate(self.layout)
-        except MemoryError:
+        except (MemoryError, ValueError, OverflowError):  # numpy's ways of saying that no address space holds it
             kv = self.layout.full_bytes + self.layout.window_bytes
             raise MimoEdgeError(
                 f"no memory for {kv:,} bytes of KV cache ({sessions} x {self.layout.context} tokens): "
@@ -78,9 +80,10 @@ class Engine:
         is not installed, MimoEdgeError when memory runs out.
         """
         began = time.perf_counter()
-        for name, value in (("sessions", sessions), ("threads", threads)):
-            if value is not None and value < 1:
-                raise BadInputError(f"{name} {value} is out of range (allowed: 1 or more)")
+        cores = os.cpu_count() or 1
+        for name, value, most in (("sessions", sessions, 4096), ("threads", threads, cores)):
+            if value is not None and not 1 <= value <= most:
+                raise BadInputError(f"{name} {value} is out of range (allowed: 1 to {most})")
         bundle = Bundle.open(path)
         resolve_context(bundle.spec, max_context)  # before the weights are loaded
         text = Text.open(bundle.file(TOKENIZER), bundle.spec, bundle.chat_template)
@@ -114,6 +117,11 @@ class Engine:
     ) -> Request:
         """What was asked, checked: token ids that the model knows and that leave room in the context."""
         if isinstance(prompt, str):
+            if len(prompt) > self.layout.context * LONGEST_TOKEN:  # do not spend minutes on tokenising it
+                raise BadInputError(
+                    f"the prompt has {len(prompt):,} characters, more than the context of {self.layout.context} tokens "
+                    "can hold: shorten the prompt"
+                )
             tokens = self.text.encode(prompt) if prompt else []
         else:
             tokens = list(prompt)

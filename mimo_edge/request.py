@@ -40,7 +40,7 @@ class SamplingParams:
         need("top_k", self.top_k >= 0, "0 or more, 0 is off")
         need("top_p", 0 < self.top_p <= 1, "above 0, at most 1, 1 is off")
         need("min_p", 0 <= self.min_p < 1, "0 or more, below 1, 0 is off")
-        need("repetition_penalty", 0 < self.repetition_penalty <= 100, "above 0, at most 100, 1 is off")
+        need("repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "0.01 to 100, 1 is off")
         need("seed", 0 <= self.seed < 2**63, "0 to 2**63-1")
 
 
@@ -61,6 +61,8 @@ class Request:
             raise BadInputError(EMPTY_PROMPT)
         if type(self.max_tokens) is not int or self.max_tokens < 1:
             raise BadInputError(f"max_tokens {self.max_tokens!r} is out of range (allowed: 1 or more)")
+        if not all(isinstance(s, str) for s in self.stop):
+            raise BadInputError(f"stop {self.stop!r} must hold strings")
         if not all(self.stop):
             raise BadInputError("a stop string is empty (allowed: one character or more)")
 

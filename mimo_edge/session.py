@@ -7,7 +7,7 @@ from collections.abc import Sequence as Tokens
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from mimo_edge.errors import MimoEdgeError
+from mimo_edge.errors import BadInputError, MimoEdgeError
 from mimo_edge.generation import Generation
 from mimo_edge.kv.sequence import Sequence
 from mimo_edge.request import DEFAULT_MAX_TOKENS, GREEDY, SamplingParams
@@ -60,6 +60,8 @@ class Session:
         Raises BadInputError without a template, on empty text, and when the conversation outgrew the context; the
         conversation is then as it was.
         """
+        if not isinstance(text, str):
+            raise BadInputError(f"a message must be a string, not {type(text).__name__}")
         self._settle()
         user = {"role": "user", "content": text}
         prompt = self._engine.text.encode_chat([*self._messages, user]) if text else []

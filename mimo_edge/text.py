@@ -109,7 +109,7 @@ def render(template: str, messages: Sequence[Message], bos_token: str = "", eos_
             tools=None,
             documents=None,
         )
-    except (jinja2.TemplateError, TypeError) as e:
+    except Exception as e:  # a template is a program from elsewhere: it may fail in any way
         raise BadInputError(f"the chat template failed: {e}") from None
 
 

@@ -228,6 +228,7 @@ def test_templates_render_as_in_transformers(template):
         ("{{ messages.append(1) }}", "template failed: .*append"),
         ("{{ ''.__class__.__mro__ }}", "template failed: .*unsafe"),
         ("{{ messages + 1 }}", "template failed"),
+        ("{{ 1 // 0 }}", "template failed: .*zero"),
     ],
 )
 def test_a_template_that_fails_is_one_line(template, message):

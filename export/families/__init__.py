@@ -34,3 +34,5 @@ def open_checkpoint(path: Path) -> Checkpoint:
         return open_gguf(path)
     except OSError as e:
         raise BadInputError(f"{e.filename or path}: cannot be read ({e.strerror})") from None
+    except (ArithmeticError, RecursionError, MemoryError) as e:  # zeros, infinities and nesting that no model has
+        raise BadInputError(f"{path}: its configuration or a header holds impossible values ({e})") from None

@@ -10,6 +10,7 @@ from typing import Any
 from mimo_edge.errors import BadInputError, UnsupportedError
 
 _REQUIRED: Any = object()
+_MOST, _MOST_LAYERS = 1 << 31, 10_000
 _SPOKEN: dict[Any, str] = {
     int: "an integer",
     (int, float): "a number",
@@ -43,7 +44,11 @@ class Fields:
         return self.data.get(name) is not None
 
     def integer(self, name: str, default: int = _REQUIRED) -> int:
-        return self._get(name, int, default)
+        value = self._get(name, int, default)
+        most = _MOST_LAYERS if name in ("num_hidden_layers", "block_count") else _MOST
+        if value is not None and abs(value) > most:  # before something of that size is built
+            raise BadInputError(f"{self.where}: {name} {value} is impossible (at most {most})")
+        return value
 
     def number(self, name: str, default: float = _REQUIRED) -> float:
         return float(self._get(name, (int, float), default))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -46,6 +47,9 @@ for command in (export, run, inspect, completion):
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Runs the command line and exits. Whatever fails is one line on stderr, with a traceback only under --debug."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by the caller
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  (lives as long as the process)
     settings = Settings()
     log = logging.getLogger("mimo_edge")
     log.handlers, log.propagate = [LogLines()], False

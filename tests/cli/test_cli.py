@@ -271,6 +271,8 @@ def test_ctrl_c_in_a_conversation_ends_one_reply(command, bundle, use):
         (["run", "BUNDLE", "-p", "x", "--max-tokens", "0"], None, 2, "max_tokens 0"),
         (["run", "BUNDLE", "-p", "x", "--top-p", "2"], None, 2, "top_p 2.0 .* at most 1"),
         (["run", "BUNDLE", "-p", "x", "--threads", "0"], None, 2, "threads 0"),
+        (["run", "BUNDLE", "-p", "x", "--threads", "100000"], None, 2, "threads 100000 .*allowed: 1 to"),
+        (["run", "BUNDLE"], b"x" * 200_000, 2, "200,000 characters"),
         (["run", "BUNDLE", "-p", "x", "--backend", "gpu"], None, 2, "unknown backend 'gpu'"),
         (["run", "BUNDLE", "-p", "x", "--stop", ""], None, 2, "stop string is empty"),
         (["run", "BUNDLE", "-p", "x\udcff"], None, 2, "not valid Unicode at character 1"),

@@ -269,3 +269,22 @@ def test_chat_templates_without_a_default(folder):
     templates = [{"name": n, "template": "x"} for n in ("rag", "tool_use")]
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
     refuse(folder, BadInputError, "none is named 'default'", "rag")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_hidden_layers", 10**9),
+        ("num_hidden_layers", 10**30),
+        ("num_attention_heads", 0),
+        ("hidden_size", 2**40),
+    ],
+)
+def test_impossible_sizes_are_refused_before_anything_of_that_size_is_built(folder, name, value):
+    edit_json(folder / "config.json", **{name: value})
+    refuse(folder, BadInputError, "impossible")
+
+
+def test_a_config_nested_without_end(folder):
+    (folder / "config.json").write_text("[" * 100_000)
+    refuse(folder, BadInputError, "impossible values")
