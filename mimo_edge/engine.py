@@ -106,7 +106,11 @@ class Engine:
         """
         request = self.request(prompt, max_tokens, sampling, stop)
         session = self._admit(min(self.layout.context, len(request.prompt) + max_tokens))
-        return Generation(self, session.sequence, request, on_end=session.close)
+        try:
+            return Generation(self, session.sequence, request, on_end=session.close)
+        except BaseException:  # a value of a wrong type: the room goes back before anybody hears of it
+            session.close()
+            raise
 
     def session(self) -> Session:
         """A conversation that keeps its KV cache between replies; takes room for a whole context until it is closed."""

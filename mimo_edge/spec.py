@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import types
 import typing
 from dataclasses import dataclass
@@ -208,6 +209,8 @@ def _validate(spec: ModelSpec) -> None:
 
     need(spec.vocab_size > 0 and spec.hidden_size > 0 and spec.max_context > 0, "sizes must be positive")
     need(len(spec.layers) > 0, "no layers")
+    need(0 < spec.norm_eps < 1, f"norm_eps {spec.norm_eps} must be between 0 and 1")
+    need(math.isfinite(spec.embed_scale), f"embed_scale {spec.embed_scale} must be finite")
     for name, a in spec.attention.items():
         where = f"attention {name!r}: "
         need(min(a.heads, a.kv_heads, a.head_dim, a.v_head_dim) > 0, where + "sizes must be positive")
@@ -216,6 +219,9 @@ def _validate(spec: ModelSpec) -> None:
             0 <= a.rotary_dim <= a.head_dim and a.rotary_dim % 2 == 0,
             where + f"rotary_dim {a.rotary_dim} must be even and at most head_dim {a.head_dim}",
         )
+        need(1 <= a.rope_theta < 1e30, where + f"rope_theta {a.rope_theta} must be at least 1 and below 1e30")
+        need(math.isfinite(a.scale) and math.isfinite(a.value_scale), where + "scale and value_scale must be finite")
+        need(a.rope_scaling is None or 0 < a.rope_scaling.factor < 1e6, where + "rope scaling's factor must be above 0")
         need(a.window is None or a.window >= 1, where + f"window {a.window} must be at least 1")
     for name, f in spec.ffn.items():
         where = f"feed-forward {name!r}: "

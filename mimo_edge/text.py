@@ -26,6 +26,8 @@ class Text:
         self._tokenizer = tokenizer
         self._spec = spec
         self._template = chat_template
+        added = tokenizer.get_added_tokens_decoder().values()
+        self._control = [token.content for token in added if token.special and token.content]
 
     @staticmethod
     def open(path: Path, spec: ModelSpec, chat_template: str | None = None) -> Text:
@@ -60,7 +62,14 @@ class Text:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a conversation, ready for the model's reply. Raises BadInputError without a template."""
+        """Token ids of a conversation, ready for the model's reply.
+
+        Raises BadInputError without a template, and when a message spells a control token: it could forge a turn.
+        """
+        for message in messages:
+            for token in self._control:
+                if token in message["content"]:
+                    raise BadInputError(f"a message holds the model's control token {token!r}: remove it from the text")
         rendered = self.render_chat(messages)
         bos = self._token(self._spec.bos_id)
         return self.encode(rendered, special=not (bos and rendered.startswith(bos)))

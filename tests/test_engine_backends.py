@@ -114,3 +114,10 @@ def test_our_own_missing_modules_are_not_blamed_on_an_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "mimo_edge.backends.reference", None)
     with pytest.raises(ModuleNotFoundError, match="mimo_edge"):
         registry.load("reference", None)
+
+
+def test_a_request_that_cannot_start_gives_its_room_back(bundles):
+    with Engine.open(bundles / "qwen", threads=1) as engine:
+        with pytest.raises(AttributeError):
+            engine.generate(PROMPT, sampling=None)
+        assert engine.pools.pages.used == engine.pools.rings.used == 0

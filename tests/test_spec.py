@@ -39,6 +39,8 @@ def test_json_round_trip_of_nested_optionals():
         (lambda d: d.update(vocab_size=True), "expected int"),
         (lambda d: d.update(vocab_size=0), "must be positive"),
         (lambda d: d.update(layers=[]), "no layers"),
+        (lambda d: d.update(norm_eps=float("nan")), "norm_eps nan"),
+        (lambda d: d["attention"]["full"].update(rope_theta=0.0), "rope_theta 0.0"),
         (lambda d: d["layers"][0].update(attention="global"), "unknown attention kind 'global'"),
         (lambda d: d["ffn"]["dense"].update(activation="relu"), "'relu' .allowed: 'silu', 'gelu_tanh'"),
         (lambda d: d["attention"]["window"].update(window=0), "window 0 must be at least 1"),

@@ -42,7 +42,7 @@ def inspect(path: Path | None, context: int | None, as_json: bool) -> None:
         from mimo_edge.bundle import BUILT_IN
 
         report(None, None, f"reading {path or 'the built-in model'}")
-        spec, about = _open(path or BUILT_IN)
+        spec, about = _open(BUILT_IN if path is None else path)
     facts = about | describe(spec, context)
     if as_json:
         click.echo(json.dumps(facts, ensure_ascii=False))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -50,6 +51,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed by the caller
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  (lives as long as the process)
+    signal.signal(signal.SIGTERM, _interrupt)  # what systemd and docker send: end as cleanly as on Ctrl-C
     settings = Settings()
     log = logging.getLogger("mimo_edge")
     log.handlers, log.propagate = [LogLines()], False
@@ -67,6 +69,10 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         message, code = describe(e)
         click.echo(f"mimo-edge: error: {' '.join(message.split())}", err=True)
         sys.exit(code)
+
+
+def _interrupt(*_: object) -> NoReturn:
+    raise KeyboardInterrupt
 
 
 def describe(error: Exception) -> tuple[str, int]:

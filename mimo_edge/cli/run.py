@@ -97,7 +97,7 @@ def run(
     speaks = chat or bundle is None  # the built-in model knows conversations only
     with progress() as report:
         report(None, None, f"loading {bundle or 'the built-in model'}")
-        engine = Engine.open(bundle or BUILT_IN, backend, max_context=context, threads=threads)
+        engine = Engine.open(BUILT_IN if bundle is None else bundle, backend, max_context=context, threads=threads)
     with engine:
         if speaks:
             engine.text.need_chat_template()
