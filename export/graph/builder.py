@@ -17,7 +17,6 @@ class GraphBuilder:
     """Collects nodes in order. `branch()` gives a builder for a subgraph whose constants live in the root."""
 
     def __init__(self, parent: GraphBuilder | None = None):
-        self._parent = parent
         self._root: GraphBuilder = parent._root if parent else self
         self._nodes: list[NodeProto] = []
         self._inputs: list[ValueInfoProto] = []

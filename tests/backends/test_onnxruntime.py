@@ -5,11 +5,10 @@ from dataclasses import replace
 import numpy as np
 import onnx
 import pytest
-import torch
+from rows import error, feed, whole
 from specs import ALL, FULL, WINDOW, mimo_spec
 from tiny_weights import quantised, write_weights
 
-from mimo_edge.backends import oracle
 from mimo_edge.backends.base import Step
 from mimo_edge.backends.onnxruntime import FLOAT_MODEL, MODEL, OnnxRuntimeBackend
 from mimo_edge.bundle import BundleWriter
@@ -35,27 +34,6 @@ def open_backend(tmp_path):
         return backend, KvPools(layout), weights
 
     return open_it
-
-
-def feed(backend, slots, tokens, chunks):
-    """Logits [len(tokens), vocab] of all rows, evaluated in the given chunk sizes."""
-    rows, at = [], 0
-    for size in chunks:
-        part = tokens[at : at + size]
-        (out,) = backend.run([Step(slots, at, part, np.arange(len(part)))])
-        rows.append(out.logits.copy())
-        backend.commit([len(part)])
-        at += len(part)
-    return np.concatenate(rows)
-
-
-def whole(spec, weights, tokens):
-    positions = torch.arange(len(tokens))
-    return oracle.forward(spec, weights, torch.from_numpy(tokens), positions, [None] * len(spec.layers)).logits.numpy()
-
-
-def error(a, b):
-    return np.linalg.norm(a - b) / np.linalg.norm(b)
 
 
 def random_tokens(spec, seed, count=TOKENS):

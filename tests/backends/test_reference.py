@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from rows import error, feed, whole
 from specs import ALL, RandomWeights, mimo_spec
 
 from mimo_edge.backends import oracle
@@ -19,28 +20,6 @@ def open_backend(spec, seed=0, context=64, page_size=5, sequences=2):
     layout = plan_layout(spec, context, sequences=sequences, page_size=page_size)
     backend.allocate(layout)
     return backend, KvPools(layout)
-
-
-def feed(backend, slots, tokens, chunks, start=0):
-    """Logits [len(tokens), vocab] of all rows, evaluated in the given chunk sizes."""
-    rows, at = [], start
-    for size in chunks:
-        part = tokens[at - start : at - start + size]
-        (out,) = backend.run([Step(slots, at, part, np.arange(len(part)))])
-        rows.append(out.logits.copy())
-        backend.commit([len(part)])
-        at += len(part)
-    return np.concatenate(rows)
-
-
-def whole(spec, weights, tokens):
-    """All rows at once without any cache."""
-    positions = torch.arange(len(tokens))
-    return oracle.forward(spec, weights, torch.from_numpy(tokens), positions, [None] * len(spec.layers)).logits.numpy()
-
-
-def error(a, b):
-    return np.linalg.norm(a - b) / np.linalg.norm(b)
 
 
 @pytest.mark.parametrize("name", ALL)
