@@ -19,6 +19,7 @@ from mimo_edge.export.quantize import METHODS
 from mimo_edge.export.quantize.choose import DEFAULT_BUDGET, LARGE_MODEL, QuantReport, choose
 from mimo_edge.export.quantize.perplexity import Method, Source
 from mimo_edge.export.quantize.rtn import check_group
+from mimo_edge.export.tokenizer_file import compact
 from mimo_edge.params import Param, count, parameters, stored, stored_tensors
 from mimo_edge.spec import ModelSpec, QuantSpec, TensorQuant
 from mimo_edge.tensors import Location, lay_out
@@ -77,7 +78,7 @@ def export_bundle(
         write_weights(writer.path(WEIGHTS), header, places, spec, checkpoint.source, quantize, report)
         for name, accuracy_level in _GRAPHS.items():
             writer.path(name).write_bytes(emit_cpu(spec, places, accuracy_level).SerializeToString())
-        writer.path(TOKENIZER).write_text(checkpoint.tokenizer_json, encoding="utf-8")
+        writer.path(TOKENIZER).write_text(compact(checkpoint.tokenizer_json), encoding="utf-8")
         if checkpoint.chat_template is not None:
             writer.path(CHAT_TEMPLATE).write_text(checkpoint.chat_template, encoding="utf-8")
         return writer.finish(spec, target, checkpoint.name)
