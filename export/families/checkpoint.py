@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mimo_edge.spec import ModelSpec
+from mimo_edge.spec import ModelSpec, QuantSpec
 
 
 class Source(Protocol):
@@ -28,6 +28,8 @@ class Checkpoint:
     """An opened checkpoint: every parameter of `spec` was found with its shape and a readable dtype, none was read.
 
     tokenizer_json: a tokenizers tokenizer.json whose ids are all below spec.vocab_size. chat_template: jinja source.
+    packed: the format of each kind of tensor that is already quantised; `source` then is a ReadySource too
+    (export/quantize/perplexity.py).
     """
 
     spec: ModelSpec
@@ -35,3 +37,4 @@ class Checkpoint:
     tokenizer_json: str = field(repr=False)
     chat_template: str | None = field(repr=False)
     name: str
+    packed: QuantSpec = field(default_factory=QuantSpec)

@@ -13,6 +13,7 @@ from mimo_edge.export.families.checkpoint import Checkpoint
 from mimo_edge.export.families.decoder import Family, with_ids
 from mimo_edge.export.families.fields import Fields, load_json
 from mimo_edge.export.families.layout import LayoutSource, check_layout
+from mimo_edge.export.families.packed_checkpoint import packed_formats, with_packed, without_zero_biases
 from mimo_edge.export.families.safetensors import open_folder
 from mimo_edge.spec import ModelSpec
 
@@ -22,7 +23,8 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def open_hf(folder: Path) -> Checkpoint:
-    """Opens a folder as saved by save_pretrained or downloaded from the hub; reads headers, no weights.
+    """Opens a folder as saved by save_pretrained or downloaded from the hub; reads headers, and of weights that are
+    already quantised the scales and zeros.
 
     Raises BadInputError when something is missing, broken or contradictory, UnsupportedError for a family, field or
     dtype that this version cannot represent.
@@ -34,9 +36,10 @@ def open_hf(folder: Path) -> Checkpoint:
         raise UnsupportedError(
             f"{config.where}: unknown model_type {model_type!r} (known: {', '.join(sorted(FAMILIES))})"
         )
-    tensors = open_folder(folder)
+    tensors = with_packed(config, open_folder(folder))
     spec = _with_ids(family.spec(config, tensors.keys()), folder, config)
     layout = family.layout(spec, config, tensors.keys())
+    tensors = without_zero_biases(tensors, layout)
     check_layout(spec, tensors, layout, family.layer_prefix(tensors.keys()), _quantisation(config))
     return Checkpoint(
         spec=spec,
@@ -44,6 +47,7 @@ def open_hf(folder: Path) -> Checkpoint:
         tokenizer_json=read_tokenizer(folder, spec, family.stray_tokens),
         chat_template=read_chat_template(folder),
         name=folder.resolve().name,
+        packed=packed_formats(spec, tensors, layout),
     )
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mimo_edge.errors import BadInputError, UnsupportedError
+from mimo_edge.export.families.packed import PackedTensor
 from mimo_edge.export.families.tensors import QUANTISED_DTYPES, StoredTensor, read_rows, readable
+from mimo_edge.export.quantize.rtn import Quantized
 from mimo_edge.params import Param, parameters
-from mimo_edge.spec import AttentionSpec, ModelSpec
+from mimo_edge.spec import AttentionSpec, ModelSpec, TensorQuant
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ def check_layout(
 
 
 def _check_tensor(tensor: StoredTensor, shape: tuple[int, ...]) -> None:
-    if not readable(tensor.dtype):
+    if not isinstance(tensor, PackedTensor) and not readable(tensor.dtype):
         kind = UnsupportedError if tensor.dtype.startswith(QUANTISED_DTYPES) else BadInputError
         raise kind(
             f"{tensor} has dtype {tensor.dtype} (readable: BF16, F16, F32; export from the unquantised checkpoint)"
@@ -150,19 +152,42 @@ class LayoutSource:
         if not 0 <= start <= stop <= param.shape[0]:
             raise BadInputError(f"{name}: rows [{start}, {stop}) are outside 0..{param.shape[0]}")
         out = np.empty((stop - start, *param.shape[1:]), np.float32)
+        at = 0
+        for piece, low, high in self._parts(name, start, stop):
+            rows = self._rows(piece, low, high)
+            out[at : at + high - low] = rows.reshape(high - low, *param.shape[1:])
+            at += high - low
+        return out
+
+    def ready(self, name: str, quant: TensorQuant, start: int = 0, stop: int | None = None) -> Quantized | None:
+        """Rows [start, stop) as the checkpoint stores them, if that is `quant` (coarser groups repeat their scales)."""
+        stop = self._params[name].shape[0] if stop is None else stop
+        tensors = [self._tensors[piece.tensor] for piece in self._layout[name]]
+        if quant.bits != 4 or not all(isinstance(t, PackedTensor) and t.group % quant.group == 0 for t in tensors):
+            return None
+        found = []
+        for piece, low, high in self._parts(name, start, stop):
+            tensor = self._tensors[piece.tensor]
+            assert isinstance(tensor, PackedTensor) and not piece.head and not piece.add
+            found.append(tensor.regrouped(piece.start + low, piece.start + high, quant.group))
+        q, scales, zeros = (np.concatenate(part) for part in zip(*found, strict=True))
+        return q, scales, zeros
+
+    def _parts(self, name: str, start: int, stop: int) -> Iterator[tuple[Piece, int, int]]:
+        """The pieces that hold rows [start, stop) of the parameter, each with the range of its own rows."""
         first = 0  # the parameter's row at which the piece begins
         for piece in self._layout[name]:
             low, high = max(start, first), min(stop, first + piece.rows)
             if low < high:
-                rows = self._rows(piece, low - first, high - first)
-                out[low - start : high - start] = rows.reshape(high - low, *param.shape[1:])
+                yield piece, low - first, high - first
             first += piece.rows
-        return out
 
     def _rows(self, piece: Piece, low: int, high: int) -> NDArray[np.float32]:
         """Rows [low, high) of the piece."""
         tensor = self._tensors[piece.tensor]
-        if not piece.head:
+        if isinstance(tensor, PackedTensor):
+            values = tensor.dequantised(piece.start + low, piece.start + high)
+        elif not piece.head:
             values = read_rows(tensor, piece.start + low, piece.start + high)
         else:
             a, b = low // piece.head * piece.head, -(-high // piece.head) * piece.head  # whole heads

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from mimo_edge.errors import BadInputError
 
 QUANTISED_DTYPES = ("F8_", "F4", "F6_", "I8", "U8", "I32", "U32")  # how quantised weights appear in safetensors files
+_CHUNK_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,11 @@ def readable(dtype: str) -> bool:
 
 def read_rows(tensor: StoredTensor, start: int, stop: int) -> NDArray[np.float32]:
     """Rows [start, stop), float32 [stop - start, K] (K = 1 for a 1-D tensor). Raises BadInputError on a short file."""
+    return to_float32(read_raw(tensor, start, stop), tensor.dtype)
+
+
+def read_raw(tensor: StoredTensor, start: int, stop: int) -> NDArray[np.uint8]:
+    """The bytes of rows [start, stop), uint8 [stop - start, bytes a row]. Raises BadInputError on a short file."""
     row_bytes = tensor.nbytes // tensor.rows
     try:
         with tensor.file.open("rb") as f:
@@ -68,10 +74,22 @@ def read_rows(tensor: StoredTensor, start: int, stop: int) -> NDArray[np.float32
         raise BadInputError(f"{tensor}: cannot read the file ({e.strerror})") from None
     if raw.size != (stop - start) * row_bytes:
         raise BadInputError(f"{tensor}: the file ends inside the tensor; copy or download it again")
-    return _to_float32(raw.reshape(stop - start, row_bytes), tensor.dtype)
+    return raw.reshape(stop - start, row_bytes)
 
 
-def _to_float32(raw: NDArray[np.uint8], dtype: str) -> NDArray[np.float32]:
+def read_columns(tensor: StoredTensor, start: int, stop: int) -> NDArray[np.uint8]:
+    """The bytes of columns [start, stop) of a matrix, uint8 [rows, bytes]; reads all of it, a few MiB at a time."""
+    item = tensor.nbytes // math.prod(tensor.shape)
+    out = np.empty((tensor.rows, (stop - start) * item), np.uint8)
+    step = max(1, _CHUNK_BYTES * tensor.rows // tensor.nbytes)
+    for at in range(0, tensor.rows, step):
+        block = read_raw(tensor, at, min(at + step, tensor.rows))
+        out[at : at + len(block)] = block[:, start * item : stop * item]
+    return out
+
+
+def to_float32(raw: NDArray[np.uint8], dtype: str) -> NDArray[np.float32]:
+    """uint8 [n, bytes] of a readable dtype -> float32 [n, K]."""
     if dtype == "F32":
         return raw.view("<f4")
     if dtype == "F16":
