@@ -1,4 +1,4 @@
-"""What a compiled kernel is and how it is launched. Plain data, without Triton or PyTorch: the device reads it from JSON.
+"""What a compiled kernel is and how it is launched. Plain data, without Triton or PyTorch: a device reads it from JSON.
 
 A model step is a list of launches over named buffers (a Program). Everything that depends on the model is decided when
 the program is made; what depends on the request (lengths, tables, tokens) is read by kernels from device memory.
@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 Value = int | float | bool
 DType = Literal["fp16", "fp32", "i32", "u8"]
 Role = Literal["weight", "kv", "input", "output", "scratch"]
+Per = Literal["step", "page", "ring"]
+ITEM_BYTES: dict[str, int] = {"fp16": 2, "fp32": 4, "i32": 4, "u8": 1}
 
 
 @dataclass(frozen=True)
@@ -49,12 +52,21 @@ class Launch:
 
 @dataclass(frozen=True)
 class Buffer:
-    """Device memory by name. `fill` is the value of every byte before the first launch (pools and counters: 0)."""
+    """Device memory by name. `fill` is the value of every byte before the first launch (pools and counters: 0).
+
+    Pools grow with the engine's capacity: `per` says of what their first dimension, here 1, counts the blocks: pages
+    of a full layer, or rings of a window layer.
+    """
 
     dtype: DType
     shape: tuple[int, ...]
     role: Role
     fill: int | None = None
+    per: Per = "step"
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
