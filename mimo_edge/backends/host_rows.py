@@ -1,0 +1,51 @@
+"""Copies rows between pools in this process's memory and the prefix cache's buffers; shared by the CPU backends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mimo_edge.kv.layout import KvLayout, SequenceSlots
+
+Pools = Sequence[tuple[NDArray, NDArray]]  # of each layer: keys and values [slots, ...]
+
+
+def runs(layout: KvLayout, slots: SequenceSlots, kind: str, first: int, last: int) -> Iterator[tuple[int, int, int]]:
+    """(slot, row, count) of the contiguous stretches that hold positions [first, last), row 0 being `first`."""
+    ring, size = layout.rings.get(kind), layout.page_size
+    position = first
+    while position < last:
+        if ring is not None:
+            slot, room = slots.ring * ring + position % ring, ring - position % ring
+        else:
+            slot, room = slots.pages[position // size] * size + position % size, size - position % size
+        count = min(room, last - position)
+        yield slot, position - first, count
+        position += count
+
+
+def read(pools: Pools, stretches: Sequence[tuple[int, int, int]], out: NDArray[np.uint8]) -> None:
+    for pool, block in _blocks(pools, stretches, out):
+        for slot, row, count in stretches:
+            block[row : row + count] = pool[slot : slot + count]
+
+
+def write(pools: Pools, stretches: Sequence[tuple[int, int, int]], rows: NDArray[np.uint8]) -> None:
+    for pool, block in _blocks(pools, stretches, rows):
+        for slot, row, count in stretches:
+            pool[slot : slot + count] = block[row : row + count]
+
+
+def _blocks(
+    pools: Pools, stretches: Sequence[tuple[int, int, int]], rows: NDArray[np.uint8]
+) -> Iterator[tuple[NDArray, NDArray]]:
+    """Each pool with its part of `rows`, as backends/base.py orders them."""
+    count, at = sum(n for _, _, n in stretches), 0
+    for pool in (pool for layer in pools for pool in layer):
+        shape = (count, *pool.shape[1:])
+        end = at + int(np.prod(shape)) * pool.itemsize
+        yield pool, rows[at:end].view(pool.dtype).reshape(shape)
+        at = end
+    assert at == rows.nbytes, f"{rows.nbytes} bytes for rows of {at}"
