@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mimo_edge.bundle import CHAT_TEMPLATE, TOKENIZER, WEIGHTS, Bundle, BundleWriter
-from mimo_edge.errors import BadInputError, UnsupportedError
+from mimo_edge.bundle import CHAT_TEMPLATE, MANIFEST, TOKENIZER, WEIGHTS, Bundle, BundleWriter
+from mimo_edge.errors import BadInputError
+from mimo_edge.export import programs
 from mimo_edge.export.families import open_checkpoint
+from mimo_edge.export.gates import GateReport, GateRequest, gate_checkpoint
 from mimo_edge.export.graph.cpu import emit_cpu
 from mimo_edge.export.quantize import METHODS
-from mimo_edge.export.quantize.choose import DEFAULT_BUDGET, LARGE_MODEL, QuantReport, choose
-from mimo_edge.export.quantize.perplexity import Method, Source
+from mimo_edge.export.quantize.calibrate import Calibrator
+from mimo_edge.export.quantize.calibration import Calibration, Conditions
+from mimo_edge.export.quantize.choose import DEFAULT_BUDGET, KINDS, LARGE_MODEL, QuantReport, choose
+from mimo_edge.export.quantize.perplexity import Method, ReadySource, Source
 from mimo_edge.export.quantize.rtn import check_group
 from mimo_edge.export.tokenizer_file import compact
 from mimo_edge.params import Param, count, parameters, stored, stored_tensors
 from mimo_edge.spec import ModelSpec, QuantSpec, TensorQuant
 from mimo_edge.tensors import Location, lay_out
 
-QUANTIZATION = "quantization.json"
+log = logging.getLogger(__name__)
+
+QUANTIZATION, CALIBRATION, GATES = "quantization.json", "calibration.json", "gates.json"
+CALIBRATED = "gptq"  # the method that needs calibration text
 _GRAPHS = {"model.cpu.onnx": 4, "model.cpu-float.onnx": 1}  # accuracy level: 8-bit activations, float activations
 _BLOCK_BYTES = 64 << 20  # float32 rows in memory at once
 _OTHER_BYTES = 64 << 20  # room for graph, tokenizer and manifest, on top of the weights
@@ -42,56 +51,113 @@ def export_bundle(
     src: str | Path,
     out: str | Path,
     *,
-    target: str = "cpu",
+    target: str | Sequence[str] = "cpu",
     quant: QuantSpec | None = None,
     budget: float = DEFAULT_BUDGET,
     max_context: int | None = None,
     allow_coarse_groups: bool = False,
-    method: str = "rtn",
+    method: str | None = None,
+    calib: str | Path | None = None,
+    calib_tokens: int | None = None,
+    conditions: Conditions | None = None,
+    gates: GateRequest | None = None,
     progress: Progress | None = None,
 ) -> Bundle:
-    """Exports the checkpoint `src` (Hugging Face folder or .gguf file) into the new folder `out`.
+    """Exports the checkpoint `src` (Hugging Face folder or .gguf file) into the new folder `out`. A bundle as `src` is
+    copied as it is, with kernels for the GPUs named.
 
+    Every bundle runs on a CPU; `target` names the GPUs that it gets kernels for as well ("orin", "sm_90", several).
     `quant` None chooses by measurement: the fewest bytes read per token that lose at most `budget` (0.06 = 6 % more
-    perplexity) on the worse of two texts; the table measured goes into quantization.json. On any error, and on
-    Ctrl-C, nothing is left behind.
+    perplexity) on the worse of two texts; the table measured goes into quantization.json. Weights that the checkpoint
+    already stores in 4 bits are kept as they are, unless `quant` asks for another format. On any error, and on Ctrl-C,
+    nothing is left behind. `method` is "rtn" (round to nearest) or "gptq" (error feedback, needs `calib`), by default
+    "gptq" where there is `calib`: a file of JSON lines (export/quantize/calibration_data.py), of which `calib_tokens`
+    tokens are used. `conditions` are those of the calibration. `gates` lets the feed-forwards skip work; trained on
+    `calib`, measured in gates.json.
 
     Raises BadInputError (damaged checkpoint, `out` exists, group that does not fit, context too long),
     UnsupportedError (family or target), MimoEdgeError (disk full).
     """
-    _check_target(target)
+    targets = [target] if isinstance(target, str) else list(target)
+    capabilities = sorted({programs.capability(t) for t in targets if t != "cpu"})
     report = progress or (lambda done, total, what: None)
-    with BundleWriter(out) as writer:
+    if (Path(src) / MANIFEST).is_file():
+        if gates is not None:
+            raise BadInputError(f"{src} is a bundle: gates are added to a checkpoint before it is quantised: name that")
+        _check_retarget(src, capabilities, quant, max_context)
+        return programs.retarget(Bundle.open(src), out, capabilities, report)
+    with BundleWriter(out) as writer, TemporaryDirectory(dir=Path(out).absolute().parent) as scratch:
         checkpoint = open_checkpoint(Path(src))
         spec = _with_context(checkpoint.spec, max_context)
-        quantize = _method(method)
+        if gates is not None:
+            checkpoint, found = gate_checkpoint(replace(checkpoint, spec=spec), gates, calib, calib_tokens, report)
+            spec = checkpoint.spec
+            _write_json(writer.path(GATES), found)
+        quantize, source = _method(method, calib), checkpoint.source
+        calibrator = None
+        if calib is not None:
+            calibrator = Calibrator.open(
+                replace(checkpoint, spec=spec),
+                Path(calib),
+                calib_tokens,
+                conditions or Conditions(),
+                Path(scratch),
+                report,
+            )
         if quant is None:
             chosen = choose(
-                spec, checkpoint.source, checkpoint.tokenizer_json, budget=budget, method=quantize, progress=report
-            )
+                spec, source, checkpoint.tokenizer_json, budget=budget, method=quantize, progress=report,
+                packed=checkpoint.packed, calibrator=calibrator,
+            )  # fmt: skip
             quant = chosen.quant
             _write_json(writer.path(QUANTIZATION), chosen)
+        _warn_requantised(checkpoint.packed, quant)
         spec = replace(spec, quant=quant)
-        check_quant(spec, allow_coarse_groups)
+        check_quant(spec, allow_coarse_groups, checkpoint.packed)
+        if calibrator:
+            done = calibrator.last(quant)
+            spec = replace(spec, output_bias=done.spec.output_bias)
+            source, quantize = done.source(quant), done.method(quant)
+            _write_json(writer.path(CALIBRATION), done)
+        if capabilities:
+            programs.check_supported(spec)
         header, places = lay_out(stored_tensors(spec))
-        writer.reserve(sum(p.nbytes for p in places.values()) + _OTHER_BYTES)
-        write_weights(writer.path(WEIGHTS), header, places, spec, checkpoint.source, quantize, report)
+        device_bytes = programs.device_bytes(spec) if capabilities else 0
+        writer.reserve(sum(p.nbytes for p in places.values()) + device_bytes + _OTHER_BYTES)
+        write_weights(writer.path(WEIGHTS), header, places, spec, source, quantize, report)
         for name, accuracy_level in _GRAPHS.items():
             writer.path(name).write_bytes(emit_cpu(spec, places, accuracy_level).SerializeToString())
         writer.path(TOKENIZER).write_text(compact(checkpoint.tokenizer_json), encoding="utf-8")
         if checkpoint.chat_template is not None:
             writer.path(CHAT_TEMPLATE).write_text(checkpoint.chat_template, encoding="utf-8")
-        return writer.finish(spec, target, checkpoint.name)
+        if capabilities:
+            programs.add_kernels(writer, spec, capabilities, report)
+        return writer.finish(spec, ",".join(["cpu", *(f"sm_{c}" for c in capabilities)]), checkpoint.name)
 
 
-def check_quant(spec: ModelSpec, allow_coarse_groups: bool) -> None:
-    """Raises BadInputError if a group does not divide a tensor, or is known to hurt a model of this size."""
+def _check_retarget(
+    src: str | Path, capabilities: Sequence[int], quant: QuantSpec | None, max_context: int | None
+) -> None:
+    if not capabilities:
+        raise BadInputError(f"{src} is a bundle already: name a GPU to add kernels for, as in --target orin")
+    if quant is not None or max_context is not None:
+        raise BadInputError(
+            f"{src} is a bundle, whose weights and context stay: leave --bits, --group-size, --max-context out, "
+            "or export from the checkpoint"
+        )
+
+
+def check_quant(spec: ModelSpec, allow_coarse_groups: bool, packed: QuantSpec) -> None:
+    """Raises BadInputError if a group does not divide a tensor, or is known to hurt a model of this size (`packed`:
+    formats of the checkpoint's own weights, which are not questioned)."""
     for p in parameters(spec):
         if quant := spec.quant.of(p.kind):
             check_group(p.name, p.shape[1], quant.group)
     size = count(spec)
-    for kind in ("attention", "ffn", "embedding", "head"):
+    for kind in KINDS:
         quant = spec.quant.of(kind)
+        if quant == packed.of(kind):
+            continue
         if quant and quant.bits == 4 and quant.group > 32 and size < LARGE_MODEL and not allow_coarse_groups:
             raise BadInputError(
                 f"4-bit groups of {quant.group} ({kind}) in a model of {size / 1e6:.0f}M weights cost much quality: "
@@ -136,10 +202,24 @@ def _stored_rows(
 ) -> list[tuple[str, NDArray]]:
     """Names and contents of the stored tensors' rows [start, stop)."""
     name = "embed" if param.name == "head" and spec.tied else param.name
-    rows = source.read(name, start, stop) if len(param.shape) == 2 else source.read(name)
     quant = spec.quant.of(param.kind)
-    parts = (rows,) if quant is None else method(rows, quant, param.name)
+    parts: tuple[NDArray, ...] | None = None
+    if quant and isinstance(source, ReadySource):
+        parts = source.ready(name, quant, start, stop)
+    if parts is None:
+        rows = source.read(name, start, stop) if len(param.shape) == 2 else source.read(name)
+        parts = (rows,) if quant is None else method(rows, quant, param.name)
     return [(t.name, part) for t, part in zip(stored(param, quant), parts, strict=True)]
+
+
+def _warn_requantised(packed: QuantSpec, quant: QuantSpec) -> None:
+    for kind in KINDS:
+        was, now = packed.of(kind), quant.of(kind)
+        if was and now and (now.bits != was.bits or was.group % now.group):
+            log.warning(
+                "%s weights, in the checkpoint %d bits in groups of %d, are quantised again to %d bits in groups of %d",
+                kind, was.bits, was.group, now.bits, now.group,
+            )  # fmt: skip
 
 
 def _pwrite(fd: int, data: bytes | memoryview, offset: int) -> None:
@@ -149,20 +229,15 @@ def _pwrite(fd: int, data: bytes | memoryview, offset: int) -> None:
         view, offset = view[written:], offset + written
 
 
-def _check_target(target: str) -> None:
-    if target == "cpu":
-        return
-    if target == "orin" or (target.startswith("sm_") and target[3:].isdigit()):
-        raise UnsupportedError(
-            f"target {target}: TensorRT bundles need kernels that are not in this version: use --target cpu"
-        )
-    raise BadInputError(f"unknown target {target!r} (known: cpu): use --target cpu")
-
-
-def _method(name: str) -> Method:
-    if name not in METHODS:
-        raise BadInputError(f"unknown quantisation method {name!r} (known: {', '.join(METHODS)})")
-    return METHODS[name]
+def _method(name: str | None, calib: str | Path | None) -> Method:
+    """How to round what is not calibrated."""
+    if name not in (None, *METHODS, CALIBRATED):
+        raise BadInputError(f"unknown quantisation method {name!r} (known: {', '.join([*METHODS, CALIBRATED])})")
+    if name == CALIBRATED and calib is None:
+        raise BadInputError(f"method {CALIBRATED} needs calibration text: give a file of JSON lines with --calib")
+    if name in METHODS and calib is not None:
+        raise BadInputError(f"method {name} does not calibrate: leave --calib out, or use method {CALIBRATED}")
+    return METHODS.get(name or "", METHODS["rtn"])
 
 
 def _with_context(spec: ModelSpec, max_context: int | None) -> ModelSpec:
@@ -173,5 +248,5 @@ def _with_context(spec: ModelSpec, max_context: int | None) -> ModelSpec:
     return replace(spec, max_context=max_context)
 
 
-def _write_json(path: Path, report: QuantReport) -> None:
+def _write_json(path: Path, report: QuantReport | Calibration | GateReport) -> None:
     path.write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")

@@ -5,10 +5,11 @@ Names (i a layer, e an expert, m an MTP head; linear weights are [N out, K in]):
     embed                      [vocab, hidden]
     layers.i.attn_norm         [hidden]            layers.i.qkv   [q+k+v rows, hidden]   (.bias [q+k+v rows])
     layers.i.q_norm, k_norm    [head_dim]          layers.i.sinks [heads]
-    layers.i.o                 [hidden, heads*v_head_dim]
+    layers.i.o                 [hidden, heads*v_head_dim]   (.bias [hidden] with output_bias)
     layers.i.post_attn_norm    [hidden]            layers.i.ffn_norm [hidden]
     layers.i.gate_up           [2*intermediate, hidden]: all gate rows, then all up rows
-    layers.i.down              [hidden, intermediate]      layers.i.post_ffn_norm [hidden]
+    layers.i.down              [hidden, intermediate]   (.bias [hidden] with output_bias: of the whole feed-forward,
+                               experts included)           layers.i.post_ffn_norm [hidden]
     layers.i.router            [experts, hidden]   layers.i.router_bias [experts]
     layers.i.experts.e.gate_up, layers.i.experts.e.down
     layers.i.gate.w1 [rank, hidden]  layers.i.gate.w2 [blocks, rank]  layers.i.gate.bias [blocks]
@@ -64,6 +65,8 @@ def _layer(spec: ModelSpec, prefix: str, attention: str, ffn: str) -> list[Param
     if a.sinks:
         out.append(Param(f"{prefix}.sinks", (a.heads,)))
     out.append(Param(f"{prefix}.o", (hidden, a.heads * a.v_head_dim), "attention"))
+    if spec.output_bias:
+        out.append(Param(f"{prefix}.o.bias", (hidden,)))
     if spec.post_norms:
         out.append(Param(f"{prefix}.post_attn_norm", (hidden,)))
     out.append(Param(f"{prefix}.ffn_norm", (hidden,)))
@@ -72,6 +75,8 @@ def _layer(spec: ModelSpec, prefix: str, attention: str, ffn: str) -> list[Param
     for expert in [f"{prefix}.experts.{e}" for e in range(f.moe.experts)] if f.moe else [prefix]:
         out.append(Param(f"{expert}.gate_up", (2 * f.intermediate, hidden), "ffn"))
         out.append(Param(f"{expert}.down", (hidden, f.intermediate), "ffn"))
+    if spec.output_bias:
+        out.append(Param(f"{prefix}.down.bias", (hidden,)))
     if f.gate:
         blocks = f.intermediate // f.gate.block
         out += [

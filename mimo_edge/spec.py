@@ -157,6 +157,8 @@ class ModelSpec:
     Norm weights are stored as plain multipliers (families with a 1+w convention are converted on import).
     `embed_scale` multiplies embeddings on lookup. `post_norms` adds a norm behind attention and behind the
     feed-forward, inside the residual branch (Gemma 3). `tied` makes the head use the embedding's values.
+    `output_bias` adds a vector to the outputs of attention and feed-forward (before post_norms): the correction of
+    a calibrated quantisation's mean shift.
     """
 
     family: str
@@ -170,6 +172,7 @@ class ModelSpec:
     tied: bool = False
     embed_scale: float = 1.0
     post_norms: bool = False
+    output_bias: bool = False
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     mtp: MtpSpec | None = None

@@ -81,6 +81,8 @@ ALL = {
     "qwen": qwen_spec(),
     "window-only": window_only_spec(),
     "window-of-one": window_only_spec(1),
+    "biased": replace(mimo_spec(moe=True, gate=True), output_bias=True),
+    "biased-gemma": replace(gemma_spec(), output_bias=True),
 }
 
 

@@ -106,7 +106,8 @@ class _CpuForm:
         q, k = self._queries_and_keys(i, a, qk)
         g.output(k, ["T", a.kv_heads, a.head_dim])
         g.output(v, ["T", a.kv_heads, a.v_head_dim])
-        return self._weights.linear(g, self._attend(i, a, q, k, v), f"{p}.o")
+        bias = f"{p}.o.bias" if self._spec.output_bias else None
+        return self._weights.linear(g, self._attend(i, a, q, k, v), f"{p}.o", bias=bias)
 
     def _queries_and_keys(self, i: int, a: AttentionSpec, qk: str) -> tuple[str, str]:
         """Norm and rotation, of queries and keys at once: [T, heads, D] and the output new_k [T, kv_heads, D]."""

@@ -11,12 +11,14 @@ from mimo_edge.spec import FeedForwardSpec, GateSpec, ModelSpec, MoeSpec
 def feed_forward(g: GraphBuilder, w: CpuWeights, spec: ModelSpec, i: int, x: str) -> str:
     """Layer i's feed-forward on normalised rows x [T, hidden]."""
     f, p = spec.ffn_of(i), f"layers.{i}"
+    bias = f"{p}.down.bias" if spec.output_bias else None
     if f.moe:
-        return _mixture(g, w, f, f.moe, p, x)
+        y = _mixture(g, w, f, f.moe, p, x)
+        return g.op("Add", y, w.vector(g, bias), name=f"{p}.moe.biased") if bias else y
     h = _activated(g, w, f, p, x)
     if f.gate:
         h = _masked(g, w, f, f.gate, p, x, h)
-    return w.linear(g, h, f"{p}.down")
+    return w.linear(g, h, f"{p}.down", bias=bias)
 
 
 def _activated(g: GraphBuilder, w: CpuWeights, f: FeedForwardSpec, p: str, x: str, rows: str = "T") -> str:

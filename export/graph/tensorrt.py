@@ -9,9 +9,9 @@ Rows of B sequences are flat. All integers are int32; D is `dtype` (float16, or 
     logits float32 [M, vocab]    new_k_pool.i, new_v_pool.i   to be bound to the same memory as the inputs
 
 Every stored tensor is an input of its own name, bound at run time, so that building an engine needs no weights:
-packed ones are INT8 with the bundle's bytes; scales (float16 values), unquantised products' weights and their biases
-are D; norms, sinks, routers and gates are float32. The residual stream and the norms are float32: float16 overflows on
-Gemma.
+packed ones are INT8 with the bundle's bytes; scales (float16 values), unquantised products' weights and products'
+biases are D; norms, sinks, routers, gates and the feed-forward's output bias are float32. The residual stream and the
+norms are float32: float16 overflows on Gemma.
 """
 
 from __future__ import annotations
@@ -152,10 +152,16 @@ class _TensorRtForm:
         )  # fmt: skip
         g.output(k, [f"blocks.{i}", f"block.{i}", a.kv_heads, a.head_dim], self._dtype)
         g.output(v, [f"blocks.{i}", f"block.{i}", a.kv_heads, a.v_head_dim], self._dtype)
-        return w.linear(g, y, f"{p}.o")
+        return w.linear(g, y, f"{p}.o", f"{p}.o.bias" if self._spec.output_bias else None)
 
     def _feed_forward(self, f: FeedForwardSpec, p: str, x: str) -> str:
         """Dense, gated or mixture of experts; x and the result are float32 [T, hidden]."""
+        y = self._unbiased_feed_forward(f, p, x)
+        if not self._spec.output_bias:
+            return y
+        return self._g.op("Add", y, self._weights.vector(self._g, f"{p}.down.bias"), name=f"{p}.ffn.biased")
+
+    def _unbiased_feed_forward(self, f: FeedForwardSpec, p: str, x: str) -> str:
         g, w, quant = self._g, self._weights, self._spec.quant.ffn
         if f.moe:
             return self._mixture(f, f.moe, p, x)

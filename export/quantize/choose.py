@@ -14,13 +14,14 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from importlib import resources
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from mimo_edge.errors import BadInputError
+from mimo_edge.export.quantize.calibrate import Calibrator
 from mimo_edge.export.quantize.perplexity import LayerWeights, Method, Source, cross_entropy, hidden_states
 from mimo_edge.export.quantize.rtn import GROUPS
 from mimo_edge.params import count, parameters, stored, stored_tensors
@@ -34,6 +35,7 @@ DEFAULT_BUDGET = 0.09
 LARGE_MODEL = 1_000_000_000  # weights: from here on coarse 4-bit groups are candidates, and fewer tokens are measured
 KINDS = ("attention", "ffn", "embedding", "head")
 TEXTS = ("prose", "docs")
+NOT_PACKED = QuantSpec()  # no kind of tensor is quantised in the checkpoint already
 _TOKENS, _TOKENS_LARGE = 1100, 256  # of each text
 
 Progress = Callable[[int, int, str], None]
@@ -76,18 +78,27 @@ def choose(
     budget: float,
     method: Method,
     progress: Progress,
+    packed: QuantSpec = NOT_PACKED,
+    calibrator: Calibrator | None = None,
 ) -> QuantReport:
     """Measures candidates on the two texts and picks one; logs the reason, as a warning if none is within `budget`.
 
-    `progress` gets (layers done, all layers, which candidate) for each candidate in turn.
+    `progress` gets (layers done, all layers, which candidate) for each candidate in turn. Kinds that `packed` gives a
+    format are stored in it already and keep it; losses are against the model as it comes. With a `calibrator`, which
+    stands for `method`, candidates share one calibration of the float model; the one picked is calibrated for itself
+    (what the calibrator gave last) and measured again, as the last row.
     Raises BadInputError if `budget` is negative, and what the source raises.
     """
     if not budget >= 0:
         raise BadInputError(f"quality budget {budget}: a share of perplexity that may be lost, 0 or more (0.06 is 6 %)")
-    texts = _texts(spec, tokenizer_json)
-    meter = _Meter(spec, source, method, texts, progress)
-    best = next((m for m in map(meter.measure, _uniform_candidates(spec)) if m.worst <= budget), None)
-    best = best or _mixture(spec, meter, budget)
+    texts = measuring_texts(spec, tokenizer_json)
+    first = calibrator.run(QuantSpec()) if calibrator else Uncalibrated(spec, source, method)
+    meter = _Meter(first, texts, progress)
+    best = next((m for m in map(meter.measure, _uniform_candidates(spec, packed)) if m.worst <= budget), None)
+    best = best or _mixture(spec, meter, budget, packed)
+    if calibrator:
+        meter.use(calibrator.run(best.quant))
+        best = meter.measure(best.quant)
     reason = _reason(best, budget, meter.measured)
     log.log(logging.INFO if best.worst <= budget else logging.WARNING, reason)
     tokens = {name: len(text) for name, text in texts.items()}
@@ -117,47 +128,79 @@ def read_bytes(spec: ModelSpec) -> int:
     return total
 
 
+class Quantiser(Protocol):
+    """The model in any quantisation: spec (without it), source of rows and biases, and how rows are rounded."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    def source(self, quant: QuantSpec) -> Source: ...
+
+    def method(self, quant: QuantSpec) -> Method: ...
+
+
+@dataclass(frozen=True)
+class Uncalibrated:
+    """The same source and method for all quantisations."""
+
+    spec: ModelSpec
+    rows: Source
+    rounding: Method
+
+    def source(self, quant: QuantSpec) -> Source:
+        return self.rows
+
+    def method(self, quant: QuantSpec) -> Method:
+        return self.rounding
+
+
 class _Meter:
     """Measures candidates against the float model; hidden states of equal layers are kept."""
 
-    def __init__(self, spec: ModelSpec, source: Source, method: Method, texts: dict[str, Tensor], progress: Progress):
-        self._spec, self._source, self._method, self._texts, self._progress = spec, source, method, texts, progress
-        self._states: dict[QuantSpec, Tensor] = {}
+    def __init__(self, quantiser: Quantiser, texts: dict[str, Tensor], progress: Progress):
+        self._texts, self._progress = texts, progress
+        self.use(quantiser)
         self.measured: list[Measured] = []
         self.baseline = self._nats(QuantSpec())
+
+    def use(self, quantiser: Quantiser) -> None:
+        self._quantiser = quantiser
+        self._states: dict[tuple[QuantSpec, bool], Tensor] = {}
 
     def measure(self, quant: QuantSpec) -> Measured:
         nats = self._nats(quant)
         losses = {name: math.exp(nats[name] - self.baseline[name]) - 1 for name in self._texts}
-        spec = replace(self._spec, quant=quant)
+        spec = replace(self._quantiser.spec, quant=quant)
         result = Measured(quant, read_bytes(spec), sum(s.nbytes for s in stored_tensors(spec)), losses)
         self.measured.append(result)
         return result
 
     def _nats(self, quant: QuantSpec) -> dict[str, float]:
         """Mean nats a token, by text."""
+        spec, source, method = self._quantiser.spec, self._quantiser.source(quant), self._quantiser.method(quant)
         body = replace(quant, head=None)
-        if body not in self._states:
-            weights = LayerWeights(self._spec, self._source, self._method, body)
+        key = body, spec.tied and quant.head == quant.embedding  # a table that is the head may be rounded for that
+        if key not in self._states:
+            weights = LayerWeights(spec, source, method, body)
             what = f"measuring {label(quant)}"
             texts = list(self._texts.values())
-            states = hidden_states(self._spec, weights, texts, lambda done, total: self._progress(done, total, what))
-            self._states[body] = torch.cat([x[:-1] for x in states])
+            states = hidden_states(spec, weights, texts, lambda done, total: self._progress(done, total, what))
+            self._states[key] = torch.cat([x[:-1] for x in states])
         targets = torch.cat([text[1:] for text in self._texts.values()])
-        nats = cross_entropy(self._spec, self._source, self._method, quant.head, self._states[body], targets)
+        nats = cross_entropy(spec, source, method, quant.head, self._states[key], targets)
         parts = nats.split([len(text) - 1 for text in self._texts.values()])
         return {name: float(part.mean()) for name, part in zip(self._texts, parts, strict=True)}
 
 
-def _uniform_candidates(spec: ModelSpec) -> Iterator[QuantSpec]:
+def _uniform_candidates(spec: ModelSpec, packed: QuantSpec) -> Iterator[QuantSpec]:
     """All kinds in 4 bits, coarsest group first; below LARGE_MODEL groups of 32 only (coarser ones lose too much)."""
     for group in reversed(GROUPS) if count(spec) >= LARGE_MODEL else GROUPS[:1]:
-        yield _formats(spec, 4, group)
+        yield _formats(spec, 4, group, packed)
 
 
-def _mixture(spec: ModelSpec, meter: _Meter, budget: float) -> Measured:
+def _mixture(spec: ModelSpec, meter: _Meter, budget: float, packed: QuantSpec) -> Measured:
     """The cheapest mixture of 4 and 8 bits within `budget` by sum and by measurement, else the best one measured."""
-    four, eight = _formats(spec, 4, GROUPS[0]), _formats(spec, 8, GROUPS[-1])
+    four, eight = _formats(spec, 4, GROUPS[0], packed), _formats(spec, 8, GROUPS[-1], packed)
     tried = list(meter.measured)
     kinds = [kind for kind in KINDS if four.of(kind) != eight.of(kind)]
     alone = {kind: meter.measure(replace(QuantSpec(), **{kind: four.of(kind)})).losses for kind in kinds}
@@ -186,18 +229,19 @@ def _mix(eight: QuantSpec, four: QuantSpec, low: tuple[str, ...]) -> QuantSpec:
     return replace(eight, **{kind: four.of(kind) for kind in low})
 
 
-def _formats(spec: ModelSpec, bits: int, group: int) -> QuantSpec:
-    """`bits` for all kinds, in the largest groups up to `group` that divide; a kind that none divides stays float."""
+def _formats(spec: ModelSpec, bits: int, group: int, packed: QuantSpec) -> QuantSpec:
+    """`bits` for all kinds, in the largest groups up to `group` that divide; a kind that none divides stays float, one
+    that is `packed` keeps its format."""
     fitting = {}
     for kind in KINDS:
         source_kind = "embedding" if kind == "head" and spec.tied else kind
         sizes = [p.shape[1] for p in parameters(spec) if p.kind == source_kind]
         groups = [g for g in GROUPS if g <= group and all(k % g == 0 for k in sizes)]
-        fitting[kind] = TensorQuant(bits, groups[-1]) if groups else None
+        fitting[kind] = packed.of(kind) or (TensorQuant(bits, groups[-1]) if groups else None)
     return QuantSpec(**fitting)
 
 
-def _texts(spec: ModelSpec, tokenizer_json: str) -> dict[str, Tensor]:
+def measuring_texts(spec: ModelSpec, tokenizer_json: str) -> dict[str, Tensor]:
     """Token ids int64 [T] of the texts, behind the model's first token if it has one."""
     tokenizer = Tokenizer.from_str(tokenizer_json)
     limit = min(_TOKENS if count(spec) < LARGE_MODEL else _TOKENS_LARGE, spec.max_context)

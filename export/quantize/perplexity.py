@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -28,6 +28,16 @@ class Source(Protocol):
     def read(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[np.float32]: ...
 
 
+@runtime_checkable
+class ReadySource(Source, Protocol):
+    """A source whose weights may already be quantised: `read` gives them dequantised, `ready` as they are."""
+
+    def ready(self, name: str, quant: TensorQuant, start: int = 0, stop: int | None = None) -> Quantized | None:
+        """Rows [start, stop) of a 2-D parameter as params.stored lays them out for `quant`, exactly the weights of
+        `read`; None if the parameter is not stored so. Raises as `read` does."""
+        ...
+
+
 class LayerWeights:
     """oracle.Weights of `source` as if stored in `quant`; `clear` before each layer."""
 
@@ -40,7 +50,7 @@ class LayerWeights:
     def get(self, name: str) -> Tensor:
         if name in self._held:
             return self._held[name]
-        value = restored(self._source.read(name), self._quants[name], name, self._method)
+        value = read_restored(self._source, name, 0, None, self._quants[name], self._method)
         if self._bytes + value.nbytes <= _LAYER_BYTES:
             self._held[name] = value
             self._bytes += value.nbytes
@@ -49,8 +59,13 @@ class LayerWeights:
     def rows(self, name: str, index: Tensor) -> Tensor:
         """Quantises only the rows asked for: groups lie along K, so that rows are independent."""
         used, place = index.unique(return_inverse=True)
-        rows = np.concatenate([self._source.read(name, i, i + 1) for i in used.tolist()])
-        return restored(rows, self._quants[name], name, self._method)[place]
+        quant = self._quants[name]
+        ready = isinstance(self._source, ReadySource) and quant and self._source.ready(name, quant, 0, 1)
+        if ready:
+            rows = [read_restored(self._source, name, i, i + 1, quant, self._method) for i in used.tolist()]
+            return torch.cat(rows)[place]
+        read = np.concatenate([self._source.read(name, i, i + 1) for i in used.tolist()])
+        return restored(read, quant, name, self._method)[place]
 
     def clear(self) -> None:
         self._held.clear()
@@ -63,6 +78,15 @@ def restored(rows: NDArray[np.float32], quant: TensorQuant | None, name: str, me
         return torch.from_numpy(rows)
     q, scales, zeros = (torch.from_numpy(part) for part in method(rows, quant, name))
     return dequantize(q, scales, zeros, quant.bits)
+
+
+def read_restored(
+    source: Source, name: str, start: int, stop: int | None, quant: TensorQuant | None, method: Method
+) -> Tensor:
+    """What a runtime sees of the source's rows [start, stop), stored as `quant` says."""
+    if quant and isinstance(source, ReadySource) and (ready := source.ready(name, quant, start, stop)):
+        return dequantize(*map(torch.from_numpy, ready), quant.bits)
+    return restored(source.read(name, start, stop), quant, name, method)
 
 
 def hidden_states(
@@ -86,13 +110,17 @@ def cross_entropy(
 
     The head, stored as `quant` says, is taken in blocks of vocabulary rows with a running log-sum-exp.
     """
+
+    def as_head(rows: NDArray[np.float32], how: TensorQuant, name: str) -> Quantized:
+        return method(rows, how, "head")  # a tied head is read as the embedding, but may be rounded in its own way
+
     name = "embed" if spec.tied else "head"
     step = max(1, _HEAD_BYTES // 4 // max(spec.hidden_size, len(hidden)))
     log_sum = torch.full((len(hidden),), -torch.inf, dtype=torch.float64)
     chosen = torch.zeros(len(hidden), dtype=torch.float64)
     for start in range(0, spec.vocab_size, step):
-        rows = source.read(name, start, min(start + step, spec.vocab_size))
-        logits = hidden @ restored(rows, quant, name, method).T
+        rows = read_restored(source, name, start, min(start + step, spec.vocab_size), quant, as_head)
+        logits = hidden @ rows.T
         log_sum = torch.logaddexp(log_sum, logits.logsumexp(-1).double())
         inside = (targets >= start) & (targets < start + len(rows))
         chosen[inside] = logits[inside, targets[inside] - start].double()

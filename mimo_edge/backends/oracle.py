@@ -88,16 +88,33 @@ def block(
     past: Past | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One transformer block on x [T, hidden]. Returns the new x and this block's new k and v rows."""
+    x, k, v = add_attention(spec, weights, prefix, attention_kind, x, positions, past)
+    return add_feed_forward(spec, weights, prefix, ffn_kind, x), k, v
+
+
+def add_attention(
+    spec: ModelSpec, weights: Weights, prefix: str, kind: str, x: Tensor, positions: Tensor, past: Past | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """First half of a block: x with attention's output added, and the new k and v rows."""
 
     def get(name: str) -> Tensor:
         return weights.get(f"{prefix}.{name}")
 
-    a, f = spec.attention[attention_kind], spec.ffn[ffn_kind]
-    y, k, v = attention(a, spec.norm_eps, get, rms_norm(x, get("attn_norm"), spec.norm_eps), positions, past)
-    x = x + (rms_norm(y, get("post_attn_norm"), spec.norm_eps) if spec.post_norms else y)
-    y = feed_forward(f, get, rms_norm(x, get("ffn_norm"), spec.norm_eps))
-    x = x + (rms_norm(y, get("post_ffn_norm"), spec.norm_eps) if spec.post_norms else y)
-    return x, k, v
+    h = rms_norm(x, get("attn_norm"), spec.norm_eps)
+    y, k, v = attention(spec.attention[kind], spec.norm_eps, get, h, positions, past)
+    y = y + get("o.bias") if spec.output_bias else y
+    return x + (rms_norm(y, get("post_attn_norm"), spec.norm_eps) if spec.post_norms else y), k, v
+
+
+def add_feed_forward(spec: ModelSpec, weights: Weights, prefix: str, kind: str, x: Tensor) -> Tensor:
+    """Second half of a block: x with the feed-forward's output added."""
+
+    def get(name: str) -> Tensor:
+        return weights.get(f"{prefix}.{name}")
+
+    y = feed_forward(spec.ffn[kind], get, rms_norm(x, get("ffn_norm"), spec.norm_eps))
+    y = y + get("down.bias") if spec.output_bias else y
+    return x + (rms_norm(y, get("post_ffn_norm"), spec.norm_eps) if spec.post_norms else y)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -108,6 +125,14 @@ def attention(
     a: AttentionSpec, eps: float, get, x: Tensor, positions: Tensor, past: Past | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x [T, hidden] -> (y [T, hidden], k [T, kv_heads, head_dim], v [T, kv_heads, v_head_dim])."""
+    y, k, v = attended(a, eps, get, x, positions, past)
+    return y @ get("o").T, k, v
+
+
+def attended(
+    a: AttentionSpec, eps: float, get, x: Tensor, positions: Tensor, past: Past | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention before its output product: y is [T, heads*v_head_dim]."""
     rows = x @ get("qkv").T
     if a.qkv_bias:
         rows = rows + get("qkv.bias")
@@ -119,7 +144,7 @@ def attention(
     q, k = rope(a, q, positions), rope(a, k, positions)
     keys, values, held = (k, v, positions) if past is None else _with_past(past, k, v, positions)
     y = attend(a, q, keys, values, positions, held, get("sinks") if a.sinks else None)
-    return y.flatten(1) @ get("o").T, k, v
+    return y.flatten(1), k, v
 
 
 def _with_past(past: Past, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -174,13 +199,19 @@ def feed_forward(f: FeedForwardSpec, get, x: Tensor) -> Tensor:
     """Dense, gated or mixture-of-experts feed-forward on x [T, hidden]."""
     if f.moe:
         return mixture(f, f.moe, get, x)
-    h = _activated(f, get("gate_up"), x)
+    return activations(f, get, x) @ get("down").T
+
+
+def activations(f: FeedForwardSpec, get, x: Tensor) -> Tensor:
+    """What the down product of a dense or gated feed-forward sees: [T, intermediate]."""
+    h = activated(f, get("gate_up"), x)
     if f.gate:
         h = h * block_mask(f.gate, get, x).repeat_interleave(f.gate.block, dim=-1)
-    return h @ get("down").T
+    return h
 
 
-def _activated(f: FeedForwardSpec, gate_up: Tensor, x: Tensor) -> Tensor:
+def activated(f: FeedForwardSpec, gate_up: Tensor, x: Tensor) -> Tensor:
+    """act(gate x) * up x."""
     gate, up = (x @ gate_up.T).chunk(2, dim=-1)
     return (F.silu(gate) if f.activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
@@ -191,19 +222,25 @@ def block_mask(g: GateSpec, get, x: Tensor) -> Tensor:
 
 
 def mixture(f: FeedForwardSpec, moe: MoeSpec, get, x: Tensor) -> Tensor:
-    """Sigmoid router; the bias takes part in the choice of experts, not in their weights."""
+    """The weighted outputs of each row's experts."""
+    chosen, weight = route(moe, get, x)
+    y = torch.zeros_like(x)
+    for e in chosen.unique().tolist():
+        row, rank = (chosen == e).nonzero(as_tuple=True)
+        h = activated(f, get(f"experts.{e}.gate_up"), x[row])
+        y[row] += (h @ get(f"experts.{e}.down").T) * weight[row, rank, None]
+    return y
+
+
+def route(moe: MoeSpec, get, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row's experts int64 [T, top_k] and their weights. Sigmoid router; the bias takes part in the choice of
+    experts, not in their weights."""
     scores = (x @ get("router").T).sigmoid()
     chosen = (scores + get("router_bias")).topk(moe.top_k, dim=-1).indices
     weight = scores.gather(-1, chosen)
     if moe.normalize:
         weight = weight / (weight.sum(-1, keepdim=True) + 1e-20)
-    weight = weight * moe.scale
-    y = torch.zeros_like(x)
-    for e in chosen.unique().tolist():
-        row, rank = (chosen == e).nonzero(as_tuple=True)
-        h = _activated(f, get(f"experts.{e}.gate_up"), x[row])
-        y[row] += (h @ get(f"experts.{e}.down").T) * weight[row, rank, None]
-    return y
+    return chosen, weight * moe.scale
 
 
 def mtp(
@@ -222,6 +259,15 @@ def mtp(
     """
     s = spec.mtp
     assert s is not None
+    x = mtp_pair(spec, weights, m, hidden, tokens, positions) @ weights.get(f"mtp.{m}.proj").T
+    x, k, v = block(spec, weights, f"mtp.{m}.layer", s.attention, s.ffn, x, positions, past)
+    return head(spec, weights, rms_norm(x, weights.get(f"mtp.{m}.norm"), spec.norm_eps)), x, k, v
+
+
+def mtp_pair(spec: ModelSpec, weights: Weights, m: int, hidden: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
+    """What MTP head m's projection sees: [T, 2 * hidden]."""
+    s = spec.mtp
+    assert s is not None
     if s.hidden == "post_norm":
         hidden = rms_norm(hidden, weights.get("norm"), spec.norm_eps)
     e = weights.rows("embed", tokens) * spec.embed_scale
@@ -229,7 +275,4 @@ def mtp(
         e = torch.where(positions[:, None] == 0, torch.zeros_like(e), e)
     e = rms_norm(e, weights.get(f"mtp.{m}.token_norm"), spec.norm_eps)
     h = rms_norm(hidden, weights.get(f"mtp.{m}.hidden_norm"), spec.norm_eps)
-    pair = torch.cat([e, h] if s.order == "token_first" else [h, e], dim=-1)
-    x = pair @ weights.get(f"mtp.{m}.proj").T
-    x, k, v = block(spec, weights, f"mtp.{m}.layer", s.attention, s.ffn, x, positions, past)
-    return head(spec, weights, rms_norm(x, weights.get(f"mtp.{m}.norm"), spec.norm_eps)), x, k, v
+    return torch.cat([e, h] if s.order == "token_first" else [h, e], dim=-1)

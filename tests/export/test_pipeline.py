@@ -128,10 +128,10 @@ def never(name):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"target": "orin"}, UnsupportedError, "target orin: TensorRT bundles need kernels .* use --target cpu"),
-        ({"target": "sm_87"}, UnsupportedError, "sm_87: TensorRT bundles need kernels"),
-        ({"target": "gpu"}, BadInputError, r"unknown target 'gpu' \(known: cpu\)"),
-        ({"method": "magic"}, BadInputError, r"unknown quantisation method 'magic' \(known: rtn\)"),
+        ({"target": "orin", "quant": QuantSpec()}, UnsupportedError, r"float weights \(attention; give --bits\)"),
+        ({"target": ["cpu", "sm_75"]}, BadInputError, r"unknown target 'sm_75' \(known: cpu, orin, sm_80 and newer\)"),
+        ({"target": "gpu"}, BadInputError, "unknown target 'gpu'"),
+        ({"method": "magic"}, BadInputError, r"unknown quantisation method 'magic' \(known: rtn, gptq\)"),
         ({"max_context": 257}, BadInputError, "--max-context 257: the checkpoint allows 1 to 256"),
         ({"max_context": 0}, BadInputError, "--max-context 0"),
         ({"quant": uniform(8, 64)}, BadInputError, "tensor embed: rows of 32 weights do not divide into groups of 64"),

@@ -332,7 +332,9 @@ def test_measured_for_real_on_a_random_model():
     assert report.quant == QuantSpec(*[TensorQuant(4, 32)] * 4) and len(report.measured) == 1
     assert report.perplexity["prose"] > 100  # a random model knows nothing of 258 bytes
     meter = choosing._Meter(
-        spec, source, quantize_rows, choosing._texts(spec, byte_tokenizer().to_str()), lambda *s: None
+        choosing.Uncalibrated(spec, source, quantize_rows),
+        choosing.measuring_texts(spec, byte_tokenizer().to_str()),
+        print,
     )
     four, eight = (meter.measure(QuantSpec(*[TensorQuant(bits, 32)] * 4)) for bits in (4, 8))
     assert four == report.measured[0] and eight.read_bytes > four.read_bytes and eight.stored_bytes > four.stored_bytes
