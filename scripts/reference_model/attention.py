@@ -17,10 +17,11 @@ from mimo_edge.spec import ModelSpec
 class Masks:
     """Which keys a query sees, for every kind of attention: same document, not later, inside the window."""
 
-    def __init__(self, spec: ModelSpec, batch: int, length: int, device: torch.device):
+    def __init__(self, spec: ModelSpec, batch: int, length: int, device: torch.device, explicit: bool = False):
+        """`explicit` wants explicit scores on a GPU too: nothing to compile, for short rows."""
         self._windows = {kind: a.window for kind, a in spec.attention.items()}
         self._document = torch.zeros(batch, length, dtype=torch.int32, device=device)
-        self._flex = device.type == "cuda"
+        self._flex = device.type == "cuda" and not explicit
         self.held: dict = {}
         if self._flex:
             self._rules = {kind: self._rule(window) for kind, window in self._windows.items()}

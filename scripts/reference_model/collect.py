@@ -61,10 +61,10 @@ def documents(source: dict, scratch: Path) -> list[str]:
     found = [d for r in roots for d in without_boilerplate(FORMATS[source["format"]](r))]
     total, cap = sum(map(len, found)), source["cap"] * 1_000_000
     share = min(1.0, cap / max(total, 1))
-    return [d for d in found if _unit(d) < share]
+    return [d for d in found if unit(d) < share]
 
 
-def _unit(text: str) -> float:
+def unit(text: str) -> float:
     """A number in [0, 1) that depends on the text alone."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
 
@@ -76,7 +76,7 @@ def main(scratch: Path, out: Path) -> None:
     held: list[str] = []
     for source in sources:
         docs = documents(source, scratch)
-        apart = [d for d in docs if int(_unit(d) * 2**32) % HELD_OUT == 0]
+        apart = [d for d in docs if int(unit(d) * 2**32) % HELD_OUT == 0]
         chosen = set(apart)
         train += [d for d in docs if d not in chosen]
         held += apart
@@ -84,7 +84,7 @@ def main(scratch: Path, out: Path) -> None:
             f"{source['package']:24} {len(docs):6} documents {sum(map(len, docs)) / 1e6:7.2f} MB  {source['licence']}"
         )
     for name, docs in (("general", train), ("heldout", held)):
-        docs.sort(key=_unit)
+        docs.sort(key=unit)
         data = SEPARATOR.join(docs).encode()
         dictionary = [{"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": 1 << 28}]
         (out / f"{name}.txt.xz").write_bytes(lzma.compress(data, format=lzma.FORMAT_XZ, filters=dictionary))

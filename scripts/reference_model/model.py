@@ -47,6 +47,8 @@ class Block(nn.Module):
         if a.sinks:
             self.sinks = nn.Parameter(torch.zeros(a.heads))
         self.o = nn.Parameter(torch.zeros(h, a.heads * a.v_head_dim))
+        self.register_parameter("o_bias", None)  # training has neither; a calibrated quantisation may add both
+        self.register_parameter("down_bias", None)
         self.ffn_norm = nn.Parameter(torch.ones(h))
         self.gate_up = nn.Parameter(torch.randn(2 * f.intermediate, h) * h**-0.5)
         self.down = nn.Parameter(torch.zeros(h, f.intermediate))
@@ -64,16 +66,16 @@ class Block(nn.Module):
         k = rotate(k.unflatten(-1, (a.kv_heads, a.head_dim)), table)
         v = v.unflatten(-1, (a.kv_heads, a.v_head_dim)) * a.value_scale
         y = attend(mask, q, k, v, a.scale, self.sinks if a.sinks else None)
-        return F.linear(y.flatten(2), self.o)
+        return F.linear(y.flatten(2), self.o, self.o_bias)
 
     def _feed_forward(self, x: Tensor, use: GateUse) -> tuple[Tensor, GateStats | None]:
         gate, up = F.linear(x, self.gate_up).chunk(2, dim=-1)
         h = F.silu(gate) * up
         if self.gate is None:
-            return F.linear(h, self.down), None
+            return F.linear(h, self.down, self.down_bias), None
         keep, stats = self.gate(x, use)
         h = (h.unflatten(-1, (keep.shape[-1], -1)) * keep[..., None].to(h.dtype)).flatten(-2)
-        return F.linear(h, self.down), stats
+        return F.linear(h, self.down, self.down_bias), stats
 
 
 class MtpHead(nn.Module):
