@@ -49,12 +49,18 @@ GREEDY = SamplingParams()
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt as token ids and what may follow it. Raises BadInputError on an empty prompt or an impossible limit."""
+    """A prompt as token ids and what may follow it. Raises BadInputError on an empty prompt or an impossible limit.
+
+    `tenant` keeps requests of different owners from sharing cached rows. `marks` are positions in the prompt behind
+    which the next prompt is likely to differ; they only steer what is cached.
+    """
 
     prompt: tuple[int, ...]
     max_tokens: int = DEFAULT_MAX_TOKENS
     sampling: SamplingParams = GREEDY
     stop: tuple[str, ...] = ()
+    tenant: str = ""
+    marks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.prompt:

@@ -23,13 +23,14 @@ class Session:
     Belongs to one thread at a time. A new reply ends the one before it.
     """
 
-    def __init__(self, engine: Engine, sequence: Sequence):
+    def __init__(self, engine: Engine, sequence: Sequence, tenant: str = "", messages: Iterable[Message] = ()):
         self.sequence = sequence
+        self._tenant = tenant
         self._engine = engine
         self._closed = False
         self._reply: Generation | None = None
         self._asked: str | None = None  # what `_reply` answers in the conversation; None outside of chat
-        self._messages: list[Message] = []
+        self._messages: list[Message] = list(messages)
 
     def generate(
         self,
@@ -38,11 +39,12 @@ class Session:
         max_tokens: int = DEFAULT_MAX_TOKENS,
         sampling: SamplingParams = GREEDY,
         stop: str | Iterable[str] = (),
+        marks: Tokens[int] = (),
     ) -> Generation:
         """One reply to a whole prompt, as Engine.generate; the result says how many of its tokens were reused."""
         if self._closed:
             raise MimoEdgeError("the session is closed: open another with engine.session()")
-        request = self._engine.request(prompt, max_tokens, sampling, stop)
+        request = self._engine.request(prompt, max_tokens, sampling, stop, self._tenant, marks)
         self._settle()
         self._reply = Generation(self._engine, self.sequence, request)
         return self._reply
@@ -68,6 +70,12 @@ class Session:
         reply = self.generate(prompt, max_tokens=max_tokens, sampling=sampling, stop=stop)
         self._asked = text
         return reply
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation so far; a reply that is under way ends."""
+        self._settle()
+        return list(self._messages)
 
     def _settle(self) -> None:
         """Ends the last reply and, when it belongs to the conversation, remembers it."""

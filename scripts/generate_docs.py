@@ -21,7 +21,10 @@ def render() -> str:
     for name in cli.list_commands(root):
         command = cli.get_command(root, name)
         assert command is not None
-        sections.append(_section(command, click.Context(command, info_name=name, parent=root)))
+        context = click.Context(command, info_name=name, parent=root)
+        sections.append(_section(command, context))
+        for child, below in getattr(command, "commands", {}).items():
+            sections.append(_section(below, click.Context(below, info_name=child, parent=context)))
     return "\n".join(sections)
 
 

@@ -70,6 +70,7 @@ class FakeBackend:
     """`rule` maps all tokens up to a row to the token that follows it."""
 
     name = "fake"
+    row_format = "fake"
 
     def __init__(self, rule=scramble):
         self.rule, self.runs, self.closed = rule, [], False
@@ -101,6 +102,25 @@ class FakeBackend:
                     self._rings[kind][step.slots.ring * r + p % r] = token
         self._rows = []
 
+    def read_rows(self, slots, kind, first, last, out):
+        rows = out.view(np.int64).reshape(last - first, -1)
+        rows[:, 0] = [self._held(slots, kind)[self._at(slots, kind, p)] for p in range(first, last)]
+        rows[:, 1] = np.arange(first, last)
+
+    def write_rows(self, slots, kind, first, last, rows):
+        rows = rows.view(np.int64).reshape(last - first, -1)
+        assert rows[:, 1].tolist() == list(range(first, last)), "rows of other positions"
+        for p, token in enumerate(rows[:, 0].tolist(), first):
+            assert token >= 0, "a row was stored that was never committed"
+            self._held(slots, kind)[self._at(slots, kind, p)] = token
+
+    def _held(self, slots, kind):
+        return self._rings.get(kind, self._full)
+
+    def _at(self, slots, kind, position):
+        r = self.layout.rings.get(kind)
+        return self._slot(slots, position) if r is None else slots.ring * r + position % r
+
     def close(self):
         self.closed = True
 
@@ -119,9 +139,10 @@ class FakeBackend:
         return past
 
 
-def fake_engine(rule=scramble, *, context=64, window=5, sessions=1, chunk=256, template=TEMPLATE) -> Engine:
+def fake_engine(rule=scramble, *, context=64, window=5, sessions=1, chunk=256, template=TEMPLATE, cache=None) -> Engine:
     spec = fake_spec(context, window)
-    return Engine(spec, fake_text(spec, template), FakeBackend(rule), sessions=sessions, chunk=chunk)
+    text = fake_text(spec, template)
+    return Engine(spec, text, FakeBackend(rule), sessions=sessions, chunk=chunk, cache=cache)
 
 
 def reply(engine, prompt, **options):

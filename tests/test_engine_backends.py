@@ -91,7 +91,7 @@ def test_the_choice_of_a_backend_is_explained_once(bundles, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"backend": "cuda"}, r"unknown backend 'cuda' \(allowed: auto, onnxruntime, onnxruntime-float, reference\)"),
+        ({"backend": "npu"}, r"unknown backend 'npu' \(allowed: auto, cuda, cuda-ptx, onnxruntime, o"),
         ({"max_context": 257}, r"context 257 is out of range \(allowed: 1 to 256"),
         ({"max_context": 0}, "context 0"),
         ({"sessions": 0}, "sessions 0"),

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mimo_edge.kv.layout import KvLayout, SequenceSlots
 
-__all__ = ["Backend", "SequenceSlots", "Step", "StepOutput"]
+__all__ = ["Backend", "RowCopies", "SequenceSlots", "Step", "StepOutput"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,10 @@ class StepOutput:
 class Backend(Protocol):
     """The order is: allocate once; then run, commit, run, commit ...; close.
 
+    A backend may also have `chunk`, the most rows of a step that it is quick at, `element_bytes`, the size of a cached
+    element where that is not float32, and `best(step)`, a run of at most MAX_DRAFTS + 1 rows that returns int64 [T],
+    the best token behind each row (-1: logits are not finite).
+
     `run` reads committed rows and changes nothing that a later run could see, so dropping its result is an abort.
     `commit(accepted)` stores the first `accepted[j]` rows of the last run's step j (0 = none) and must follow a run.
     """
@@ -50,3 +54,22 @@ class Backend(Protocol):
     def commit(self, accepted: Sequence[int]) -> None: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class RowCopies(Protocol):
+    """What a backend has beside Backend if the prefix cache can be used with it: rows come out and go in as bytes.
+
+    `row_format` names what the bytes are and how they were computed: rows of another format are never reused.
+    The bytes of positions [first, last) of one attention kind: of every layer of that kind in order, keys
+    [last - first, kv_heads, head_dim], then values [last - first, kv_heads, v_head_dim]. Neither method is called
+    between a run and its commit.
+    """
+
+    row_format: str
+
+    def read_rows(self, slots: SequenceSlots, kind: str, first: int, last: int, out: NDArray[np.uint8]) -> None:
+        """Copies committed rows into `out`."""
+
+    def write_rows(self, slots: SequenceSlots, kind: str, first: int, last: int, rows: NDArray[np.uint8]) -> None:
+        """Stores rows as if they had been evaluated and committed."""

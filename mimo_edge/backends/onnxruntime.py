@@ -13,6 +13,7 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
+from mimo_edge.backends import host_rows
 from mimo_edge.backends.base import Step, StepOutput
 from mimo_edge.bundle import Bundle
 from mimo_edge.errors import MimoEdgeError
@@ -35,6 +36,7 @@ class OnnxRuntimeBackend:
     def __init__(self, spec: ModelSpec, model: Path, threads: int | None = None):
         """Loads `model`, whose weights are mapped from the file it names. Raises MimoEdgeError if that fails."""
         self._spec = spec
+        self.row_format = f"float32 {model.name}"
         self._session = _load(model, threads)
         self._layers: dict[str, list[int]] = {}  # of each attention kind: layers of a kind use the same slots
         for i, layer in enumerate(spec.layers):
@@ -80,6 +82,14 @@ class OnnxRuntimeBackend:
                         for slot, row, count in pieces:
                             pool[slot : slot + count] = new[row : row + count]
         self._pending = []
+
+    def read_rows(self, slots: SequenceSlots, kind: str, first: int, last: int, out: NDArray[np.uint8]) -> None:
+        pools = [self._pools[i] for i in self._layers[kind]]
+        host_rows.read(pools, [*host_rows.runs(self._layout, slots, kind, first, last)], out)
+
+    def write_rows(self, slots: SequenceSlots, kind: str, first: int, last: int, rows: NDArray[np.uint8]) -> None:
+        pools = [self._pools[i] for i in self._layers[kind]]
+        host_rows.write(pools, [*host_rows.runs(self._layout, slots, kind, first, last)], rows)
 
     def close(self) -> None:
         self._pools, self._nothing, self._lanes, self._pending = [], [], [], []

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from mimo_edge.backends import oracle
+from mimo_edge.backends import host_rows, oracle
 from mimo_edge.backends.base import SequenceSlots, Step, StepOutput
 from mimo_edge.bundle import Bundle, read_tensors
 from mimo_edge.kernels.int4_linear.reference import dequantize
@@ -58,6 +59,7 @@ class ReferenceBackend:
     """Slow and readable. Reads only slots that hold a committed position, so free slots may hold anything."""
 
     name = "reference"
+    row_format = "float32 exact"
 
     def __init__(self, spec: ModelSpec, weights: oracle.Weights):
         self._spec = spec
@@ -111,8 +113,18 @@ class ReferenceBackend:
                 self._pools[i][0][at], self._pools[i][1][at] = k[first:rows], v[first:rows]
         self._pending = []
 
+    def read_rows(self, slots: SequenceSlots, kind: str, first: int, last: int, out: NDArray[np.uint8]) -> None:
+        host_rows.read(self._host_pools(kind), [*host_rows.runs(self._layout, slots, kind, first, last)], out)
+
+    def write_rows(self, slots: SequenceSlots, kind: str, first: int, last: int, rows: NDArray[np.uint8]) -> None:
+        host_rows.write(self._host_pools(kind), [*host_rows.runs(self._layout, slots, kind, first, last)], rows)
+
     def close(self) -> None:
         self._pools, self._pending = [], []
+
+    def _host_pools(self, kind: str) -> host_rows.Pools:
+        layers = [i for i, layer in enumerate(self._spec.layers) if layer.attention == kind]
+        return [(self._pools[i][0].numpy(), self._pools[i][1].numpy()) for i in layers]
 
     def _ring(self, i: int) -> int | None:
         return self._layout.rings.get(self._spec.layers[i].attention)

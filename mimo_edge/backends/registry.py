@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from mimo_edge.backends.base import Backend
-from mimo_edge.errors import BadInputError
+from mimo_edge.errors import BadInputError, UnsupportedError
 from mimo_edge.extras import needs_extra
 
 if TYPE_CHECKING:
@@ -22,6 +22,12 @@ def _onnxruntime(bundle: Bundle, threads: int | None, float_activations: bool = 
     from mimo_edge.backends.onnxruntime import OnnxRuntimeBackend
 
     return OnnxRuntimeBackend.open(bundle, threads, float_activations)
+
+
+def _cuda(bundle: Bundle, threads: int | None, ptx: bool = False) -> Backend:
+    from mimo_edge.backends.cuda import CudaBackend
+
+    return CudaBackend.open(bundle, ptx)
 
 
 def _reference(bundle: Bundle, threads: int | None) -> Backend:
@@ -38,8 +44,27 @@ LOADERS: dict[str, Callable[[Bundle, int | None], Backend]] = {
     "onnxruntime": _onnxruntime,
     # slower; 8-bit activations let a token depend, through rounding, on how rows were grouped into steps
     "onnxruntime-float": partial(_onnxruntime, float_activations=True),
+    "cuda": _cuda,
+    # lets the driver compile an older GPU's kernels where the bundle has none for this one
+    "cuda-ptx": partial(_cuda, ptx=True),
     "reference": _reference,
 }
+
+
+def _auto(bundle: Bundle, threads: int | None) -> Backend:
+    """The GPU's backend where the bundle has kernels for one and it can be used."""
+    from mimo_edge.backends.cuda_kernels import targets
+
+    reason = "the bundle has no kernels for a GPU"
+    if have := targets(bundle):
+        try:
+            backend = LOADERS["cuda"](bundle, threads)
+            log.info("backend cuda, as the bundle has kernels for this GPU")
+            return backend
+        except UnsupportedError as e:
+            reason = f"the kernels for {', '.join(f'sm_{c}' for c in have)} cannot be used: {e}"
+    log.info("backend %s, as %s", DEFAULT, reason)
+    return LOADERS[DEFAULT](bundle, threads)
 
 
 def load(name: str, bundle: Bundle, threads: int | None = None) -> Backend:
@@ -48,8 +73,7 @@ def load(name: str, bundle: Bundle, threads: int | None = None) -> Backend:
     Raises BadInputError on an unknown name, UnsupportedError when its library is missing.
     """
     if name == "auto":
-        name = DEFAULT
-        log.info("backend %s, as this version has none for a GPU and this is the fastest on a CPU", name)
+        return _auto(bundle, threads)
     if name not in LOADERS:
         raise BadInputError(f"unknown backend {name!r} (allowed: auto, {', '.join(sorted(LOADERS))})")
     return LOADERS[name](bundle, threads)

@@ -14,8 +14,11 @@ from typing import NoReturn
 import click
 
 from mimo_edge import __version__
+from mimo_edge.cli.bench import bench
+from mimo_edge.cli.cache import cache
 from mimo_edge.cli.common import LogLines, Settings, debug_option
 from mimo_edge.cli.completion import completion
+from mimo_edge.cli.eval import eval_
 from mimo_edge.cli.export import export
 from mimo_edge.cli.inspect import inspect
 from mimo_edge.cli.run import run
@@ -42,7 +45,7 @@ def cli() -> None:
     """INT4 language models with sliding windows, exported once and run on small machines."""
 
 
-for command in (export, run, inspect, completion):
+for command in (export, run, inspect, bench, eval_, cache, completion):
     cli.add_command(command)
 
 

@@ -6,17 +6,19 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from mimo_edge.cli.caching import Conversation, cache_from, cache_options
 from mimo_edge.cli.common import debug_option, note, progress
 from mimo_edge.errors import BadInputError
 from mimo_edge.request import DEFAULT_MAX_TOKENS, EMPTY_PROMPT, Result, SamplingParams
 
 if TYPE_CHECKING:
-    from mimo_edge.engine import Engine
     from mimo_edge.generation import Generation
+    from mimo_edge.session import Session
 
 EXAMPLES = """
 \b
@@ -25,6 +27,7 @@ Examples:
   mimo-edge run gemma -p "The old lighthouse" --max-tokens 60
   mimo-edge run gemma --temperature 0.8 --top-p 0.95 --seed 7 < prompt.txt
   mimo-edge run --chat
+  mimo-edge run --chat -p "bring me the red cup" --cache-dir ~/.cache/mimo-edge --session kitchen
   mimo-edge run gemma -p "2 + 2 =" --stop $'\\n' --json | jq .timings
 
 Without --prompt the prompt is read from stdin; one newline at its end is dropped. Ctrl-C ends a reply early and
@@ -62,10 +65,15 @@ def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
     "--backend",
     default="auto",
     show_default=True,
-    help="onnxruntime, onnxruntime-float (exact activations), reference, or auto.",
+    help="onnxruntime, onnxruntime-float (exact activations), cuda, cuda-ptx (an older GPU's kernels), reference, "
+    "or auto.",
 )
 @click.option("--threads", type=int, help="Processor threads  [default: the backend's choice]")
 @click.option("--context", type=int, help="Tokens of KV cache to allocate  [default: the bundle's context]")
+@cache_options
+@click.option(
+    "--session", "name", metavar="NAME", help="Go on with a conversation that --cache-dir keeps by this name."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of text.")
 @debug_option
 def run(
@@ -77,6 +85,11 @@ def run(
     backend: str,
     threads: int | None,
     context: int | None,
+    cache_bytes: int | None,
+    cache_dir: Path | None,
+    cache_disk_bytes: int | None,
+    cache_record: bool,
+    name: str | None,
     as_json: bool,
     **sampling: Any,
 ) -> None:
@@ -91,34 +104,45 @@ def run(
         prompt = read_prompt()
     if prompt == "":  # the engine would say so too, after loading
         raise BadInputError(EMPTY_PROMPT)
+    speaks = chat or bundle is None  # the built-in model knows conversations only
+    if name is not None and not speaks:
+        raise click.UsageError("--session NAME keeps a conversation: give --chat as well")
+    conversation = Conversation(cache_dir, name) if name is not None else None
+    messages = conversation.load() if conversation else []
+    cache = cache_from(cache_bytes, cache_dir, cache_disk_bytes, cache_record)
     from mimo_edge.bundle import BUILT_IN
     from mimo_edge.engine import Engine
 
-    speaks = chat or bundle is None  # the built-in model knows conversations only
     with progress() as report:
         report(None, None, f"loading {bundle or 'the built-in model'}")
-        engine = Engine.open(BUILT_IN if bundle is None else bundle, backend, max_context=context, threads=threads)
+        path = BUILT_IN if bundle is None else bundle
+        engine = Engine.open(path, backend, max_context=context, threads=threads, cache=cache)
     with engine:
         if speaks:
             engine.text.need_chat_template()
-        if prompt is None:
-            converse(engine, ask)
-            return
-        reply = engine.session().chat if speaks else engine.generate
-        result = show(reply(prompt, **ask), quiet=as_json)
+            with engine.session(messages=messages) as session:
+                result = answer(session, prompt, ask, as_json)
+                if conversation is not None:
+                    conversation.save(session.messages)
+        else:
+            result = show(engine.generate(prompt or "", **ask), quiet=as_json)
+    if result is None:
+        return
     if as_json:
         write(json.dumps(result.to_json(), ensure_ascii=False) + "\n")
     if result.finish_reason == "cancelled":
         sys.exit(130)
 
 
-def converse(engine: Engine, ask: dict[str, Any]) -> None:
-    """Answers stdin line by line; Ctrl-C ends one reply."""
-    with engine.session() as session:
-        note("talk to the model; /exit or Ctrl-D ends, Ctrl-C stops a reply")
-        while (line := read_line()) is not None and line != "/exit":
-            if line:
-                show(session.chat(line, **ask))
+def answer(session: Session, prompt: str | None, ask: dict[str, Any], quiet: bool) -> Result | None:
+    """Answers one message, or stdin line by line; Ctrl-C ends one reply."""
+    if prompt is not None:
+        return show(session.chat(prompt, **ask), quiet)
+    note("talk to the model; /exit or Ctrl-D ends, Ctrl-C stops a reply")
+    while (line := read_line()) is not None and line != "/exit":
+        if line:
+            show(session.chat(line, **ask))
+    return None
 
 
 def show(generation: Generation, quiet: bool = False) -> Result:

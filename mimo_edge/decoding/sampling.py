@@ -36,7 +36,7 @@ class Sampler:
             logits = penalise(logits, np.fromiter(self._seen, np.int64, len(self._seen)), penalty)
         best = int(np.argmax(logits))
         if not np.isfinite(logits[best]):  # argmax returns the first NaN, if there is one
-            raise MimoEdgeError(f"the model's logits at position {position} are not finite: export the bundle again")
+            raise not_finite(position)
         if self._params.temperature == 0:
             token = best
         else:
@@ -45,6 +45,10 @@ class Sampler:
         if penalty != 1:
             self._seen.add(token)
         return token
+
+
+def not_finite(position: int) -> MimoEdgeError:
+    return MimoEdgeError(f"the model's logits at position {position} are not finite: export the bundle again")
 
 
 def penalise(logits: NDArray[np.float32], seen: Ids, penalty: float) -> NDArray[np.float32]:

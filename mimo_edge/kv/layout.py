@@ -10,6 +10,19 @@ from mimo_edge.spec import MAX_DRAFTS, AttentionSpec, ModelSpec
 
 
 @dataclass(frozen=True)
+class RowKind:
+    """The rows of all layers of one attention kind, which are read and written together.
+
+    `slots` is the ring's size, None where pages hold all rows. `token_bytes` is one token in all of these layers.
+    """
+
+    name: str
+    window: int | None
+    slots: int | None
+    token_bytes: int
+
+
+@dataclass(frozen=True)
 class KvLayout:
     """Capacities of the pools of one engine.
 
@@ -35,6 +48,17 @@ class KvLayout:
         """Bytes of one sequence's rings in all window layers; independent of the context once it exceeds R."""
         return self.element_bytes * sum(
             a.kv_elements * self.rings[kind] for kind, a in _layers(self.spec) if a.window is not None
+        )
+
+    @property
+    def row_kinds(self) -> tuple[RowKind, ...]:
+        """Kinds in use by layers. What a copied prefix consists of: state that is added here is part of it."""
+        elements: dict[str, int] = {}
+        for kind, a in _layers(self.spec):
+            elements[kind] = elements.get(kind, 0) + a.kv_elements
+        return tuple(
+            RowKind(kind, self.spec.attention[kind].window, self.rings.get(kind), self.element_bytes * n)
+            for kind, n in elements.items()
         )
 
     @property

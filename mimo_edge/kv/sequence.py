@@ -22,6 +22,15 @@ class Sequence:
         self.tokens.extend(tokens)
         self._highest = max(self._highest, len(self.tokens))
 
+    def first_held(self, slots: int | None) -> int:
+        """Oldest position that a ring of so many slots still holds; 0 where pages hold all rows."""
+        return 0 if slots is None else max(0, self._highest - slots)
+
+    def restore(self, tokens: Tokens[int], highest: int) -> None:
+        """Rows up to `highest` were copied into the slots; those of `tokens` count as committed."""
+        self.tokens = list(tokens)
+        self._highest = highest
+
     def can_truncate(self, length: int) -> bool:
         return 0 <= length <= len(self.tokens) and all(
             can_truncate(len(self.tokens), self._highest, length, window, ring) for window, ring in self._rings
@@ -33,16 +42,20 @@ class Sequence:
         At least the prompt's last token is left to evaluate. Everything is dropped when rings no longer hold the
         window of the row to continue at.
         """
+        shared = self.reusable(prompt)
+        if not shared:
+            self.reset()
+        del self.tokens[shared:]
+        return shared
+
+    def reusable(self, prompt: Tokens[int]) -> int:
+        """How many rows keep_prefix_of would keep."""
         shared = 0
         for ours, theirs in zip(self.tokens, prompt[:-1], strict=False):
             if ours != theirs:
                 break
             shared += 1
-        if not self.can_truncate(shared):
-            self.reset()
-            return 0
-        del self.tokens[shared:]
-        return shared
+        return shared if self.can_truncate(shared) else 0
 
     def reset(self) -> None:
         """Back to no rows; right at any time, also when a store was cut off half way."""

@@ -83,7 +83,7 @@ def test_help_imports_nothing_heavy():
     assert "mimo-edge run gemma -p" in done.stdout
 
 
-@pytest.mark.parametrize("name", ["run", "export", "inspect", "completion"])
+@pytest.mark.parametrize("name", ["run", "export", "inspect", "eval", "completion"])
 def test_help_of_every_command_teaches_with_examples(name, command):
     code, out, _ = command(name, "--help")
     assert code == 0 and f"  mimo-edge {name}" in out and "--debug" in out
