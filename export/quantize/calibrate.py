@@ -173,6 +173,6 @@ class _Walker:
             rows[0],
             rows[-1],
             hessian=len(self._models) == 1 or (quant is not None and quant.bits < 8),
-            cross=self._result.conditions.follow and ".experts." not in name,
+            cross=self._result.conditions.follow and name != "head" and ".experts." not in name,
         )
         self._result.add(name, seen)

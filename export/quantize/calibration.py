@@ -30,8 +30,9 @@ class Conditions:
 
     stratified: every intent of the calibration text gets its share. no_clipping: a group's range holds all its weights.
     own_scales: activation scales for every product; off, one for the whole model. output_bias: the mean shift of
-    attention's and the feed-forward's outputs is taken back by a bias.
-    follow: rows aim at the float model's outputs, not at the float weights. damp, table_damp: share of the mean
+    attention's and the feed-forward's outputs is taken back by a bias, where these are in fewer than 8 bits (behind 8-bit
+    products a few rows of large values decide the mean: on Gemma 3 270M a bias there costs 1.8 % of perplexity).
+    follow: rows of layers aim at the float model's outputs, not at the float weights. damp, table_damp: share of the mean
     diagonal added to a Hessian; the latter for a table that is both looked up and multiplied.
     """
 
@@ -40,7 +41,7 @@ class Conditions:
     own_scales: bool = True
     output_bias: bool = True
     follow: bool = True
-    damp: float = 0.01
+    damp: float = 0.05
     table_damp: float = 0.3
 
 
@@ -80,11 +81,11 @@ class Calibration:
         return own + self._correction(name, quant)
 
     def _correction(self, name: str, quant: QuantSpec) -> NDArray[np.float32]:
+        how = quant.of("attention" if name.endswith(".o") else "ffn")
+        if name not in self._means or how is None or how.bits >= 8:  # a mixture of experts, or not wanted
+            return np.zeros(self.spec.hidden_size, np.float32)
         if quant == self.quant and name in self._biases:
             return self._biases[name]
-        how = quant.of("attention" if name.endswith(".o") else "ffn")
-        if name not in self._means:  # a mixture of experts, or not wanted
-            return np.zeros(self.spec.hidden_size, np.float32)
         rounded = read_restored(self._source, name, 0, None, how, self.method(quant))
         return self._shift(name, torch.from_numpy(self._source.read(name)), rounded)
 
