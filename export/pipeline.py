@@ -82,9 +82,14 @@ def export_bundle(
     capabilities = sorted({programs.capability(t) for t in targets if t != "cpu"})
     report = progress or (lambda done, total, what: None)
     if (Path(src) / MANIFEST).is_file():
-        if gates is not None:
-            raise BadInputError(f"{src} is a bundle: gates are added to a checkpoint before it is quantised: name that")
-        _check_retarget(src, capabilities, quant, max_context)
+        given = [quant, max_context, calib, calib_tokens, conditions, gates]
+        if any(x is not None for x in given) or budget != DEFAULT_BUDGET or allow_coarse_groups:
+            raise BadInputError(
+                f"{src} is a bundle, which is copied as it is: leave options on bits, context, calibration and "
+                "gates out, or export from the checkpoint"
+            )
+        if not capabilities:
+            raise BadInputError(f"{src} is a bundle already: name a GPU to add kernels for, as in --target orin")
         return programs.retarget(Bundle.open(src), out, capabilities, report)
     with BundleWriter(out) as writer, TemporaryDirectory(dir=Path(out).absolute().parent) as scratch:
         checkpoint = open_checkpoint(Path(src))
@@ -133,18 +138,6 @@ def export_bundle(
         if capabilities:
             programs.add_kernels(writer, spec, capabilities, report)
         return writer.finish(spec, ",".join(["cpu", *(f"sm_{c}" for c in capabilities)]), checkpoint.name)
-
-
-def _check_retarget(
-    src: str | Path, capabilities: Sequence[int], quant: QuantSpec | None, max_context: int | None
-) -> None:
-    if not capabilities:
-        raise BadInputError(f"{src} is a bundle already: name a GPU to add kernels for, as in --target orin")
-    if quant is not None or max_context is not None:
-        raise BadInputError(
-            f"{src} is a bundle, whose weights and context stay: leave --bits, --group-size, --max-context out, "
-            "or export from the checkpoint"
-        )
 
 
 def check_quant(spec: ModelSpec, allow_coarse_groups: bool, packed: QuantSpec) -> None:

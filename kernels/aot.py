@@ -140,6 +140,10 @@ def _compile_all(jobs: list[tuple[Variant, int, Path]], workers: int | None) -> 
             for job in as_completed(submitted):
                 job.result()
                 yield
+        except BaseException:  # Ctrl-C and termination: nobody waits for kernels under way
+            for process in list(pool._processes.values()):
+                process.terminate()
+            raise
         finally:
             pool.shutdown(cancel_futures=True)
 

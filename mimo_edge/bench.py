@@ -20,7 +20,7 @@ from mimo_edge.spec import MAX_DRAFTS, ModelSpec
 
 DRAFT_ROWS = MAX_DRAFTS + 1
 PREFILL = (512, 2048, 8192)
-TOLERANCE = 2e-2  # of float16 activations
+TOLERANCE, TOLERANCE_8_BITS = 2e-2, 0.15  # of float16 activations; of 8-bit ones, which round anew in every row
 _CHUNK = 256
 _TAIL = 12  # rows whose logits are compared
 _COPIES, _COPY_BYTES = 10, 256 << 20
@@ -53,10 +53,11 @@ class Bench:
         if other is not None:
             errors.append(_error(whole, self._last_rows(other, [count])))
         worst = float(np.max(errors))  # NaN if one is
-        if not worst <= TOLERANCE or np.ptp(whole[1:] - whole[:-1]) == 0:
+        allowed = TOLERANCE_8_BITS if self.backend.name == "onnxruntime" else TOLERANCE
+        if not worst <= allowed or np.ptp(whole[1:] - whole[:-1]) == 0:
             raise MimoEdgeError(
                 f"refused: backend {self.backend.name} computes wrong logits (relative error {worst:.3g}, allowed "
-                f"{TOLERANCE}): export the bundle again, or report this"
+                f"{allowed}): export the bundle again, or report this"
             )
         return worst
 

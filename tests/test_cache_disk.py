@@ -52,6 +52,17 @@ def test_a_conversation_goes_on_after_a_restart(tmp_path):
         assert reused(e, longer) == 0
 
 
+def test_a_folder_that_cannot_be_used_costs_the_files_and_nothing_else(tmp_path, caplog):
+    taken = tmp_path / "taken"
+    taken.write_text("a file")
+    for folder in (taken, taken / "below", Path("/dev/null")):
+        with engine(folder) as e:
+            first = reply(e, prompt(150), max_tokens=5).tokens
+            assert reused(e, [*prompt(150), *first, 1]) == 154, "memory serves"
+        assert f"cache folder {folder} is not used" in caplog.text
+    assert taken.read_text() == "a file"
+
+
 def test_without_room_in_memory_files_serve_every_request(tmp_path):
     least = engine(tmp_path).cache._geometry.most_bytes(512)
     with engine(tmp_path, bytes=least + 8 * 20_000) as e:  # bookkeeping of eight, rows of hardly more than one

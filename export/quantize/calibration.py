@@ -30,10 +30,10 @@ class Conditions:
 
     stratified: every intent of the calibration text gets its share. no_clipping: a group's range holds all its weights.
     own_scales: activation scales for every product; off, one for the whole model. output_bias: the mean shift of
-    attention's and the feed-forward's outputs is taken back by a bias, where these are in fewer than 8 bits (behind 8-bit
-    products a few rows of large values decide the mean: on Gemma 3 270M a bias there costs 1.8 % of perplexity).
-    follow: rows of layers aim at the float model's outputs, not at the float weights. damp, table_damp: share of the mean
-    diagonal added to a Hessian; the latter for a table that is both looked up and multiplied.
+    attention's and the feed-forward's outputs is taken back by a bias, where these are in fewer than 8 bits (behind
+    8-bit products a few rows of large values decide the mean: on Gemma 3 270M a bias there costs 1.8 % of perplexity).
+    follow: rows of layers aim at the float model's outputs, not at the float weights. damp, table_damp: share of the
+    mean diagonal added to a Hessian; the latter for a table that is both looked up and multiplied.
     """
 
     stratified: bool = True

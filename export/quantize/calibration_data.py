@@ -90,7 +90,7 @@ def draw(samples: Sequence[Sample], tokens: int, *, stratified: bool, seed: int)
 
 def _read(path: Path, text: Text, end: Sequence[int]) -> list[Sample]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: JSON strings may hold other line ends
     except OSError as e:
         raise BadInputError(f"{path}: cannot be read ({e.strerror}): give a file of JSON lines") from None
     except UnicodeDecodeError as e:
@@ -106,7 +106,7 @@ def _read(path: Path, text: Text, end: Sequence[int]) -> list[Sample]:
 def _samples(where: str, line: str, text: Text, end: Sequence[int]) -> list[Sample]:
     try:
         data = json.loads(line)
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise BadInputError(f'{where} is not JSON ({e}): a line is {{"text": ...}} or {{"messages": [...]}}') from None
     if not isinstance(data, dict) or ("text" in data) == ("messages" in data):
         raise BadInputError(f'{where}: expected an object with either "text" or "messages"')

@@ -53,7 +53,9 @@ class OnnxRuntimeBackend:
         """`threads` None means one a core. `float_activations` keeps quantised products exact in their activations,
         which are otherwise rounded to 8 bits: slower, for comparisons."""
         model = bundle.file(FLOAT_MODEL if float_activations else MODEL)
-        return OnnxRuntimeBackend(bundle.spec, model, threads)
+        backend = OnnxRuntimeBackend(bundle.spec, model, threads)
+        backend.name = "onnxruntime-float" if float_activations else "onnxruntime"
+        return backend
 
     def allocate(self, layout: KvLayout) -> None:
         """Zeroed pools; the system commits a page of memory only when it is first written."""

@@ -67,7 +67,11 @@ def bench(
             raise BadInputError(f"--{name} {value} is out of range (allowed: 1 to 1000000)")
     if bundle and random_weights:
         raise click.UsageError("give a BUNDLE or --random-weights, not both")
+    if plot is not None and plot.suffix != ".svg":
+        raise BadInputError(f"--plot {plot}: the roofline is written as .svg")
     if predict is not None:
+        if plot is not None:
+            raise click.UsageError("--predict measures nothing to plot: leave --plot out")
         _predict(bundle, random_weights, predict, depth)
         return
     with _opened(bundle, random_weights, backend) as opened:
@@ -96,7 +100,9 @@ def _measure(
     from mimo_edge.params import count
 
     spec = bundle.spec
-    tokens = resolve_context(spec, context or min(spec.max_context, max(measuring.PREFILL) + 256))
+    tokens = resolve_context(
+        spec, context if context is not None else min(spec.max_context, max(measuring.PREFILL) + 256)
+    )
     need = depth + steps + measuring.DRAFT_ROWS
     if need > tokens:
         raise BadInputError(f"--depth {depth} and --steps {steps} need {need} tokens, the context is {tokens}")
@@ -175,5 +181,5 @@ def _read_spec(path: str) -> ModelSpec:
         return ModelSpec.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
     except OSError as e:
         raise BadInputError(f"cannot read {path}: {e.strerror}") from None
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise BadInputError(f"{path} is not JSON ({e}): give a spec.json, as in a bundle") from None

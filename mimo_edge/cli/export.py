@@ -81,4 +81,5 @@ def export(
         bundle = pipeline.export_bundle(src, out, target=target, progress=report, **options)
     size = sum(f.bytes for f in bundle.manifest.files.values())
     click.echo(f"mimo-edge: wrote {out}: {bundle.manifest.name}, {size / 1e6:,.0f} MB", err=True)
-    click.echo(f"mimo-edge: next: mimo-edge run {out} -p 'Once upon a time'", err=True)
+    how = "--chat" if bundle.chat_template else "-p 'Once upon a time'"
+    click.echo(f"mimo-edge: next: mimo-edge run {out} {how}", err=True)

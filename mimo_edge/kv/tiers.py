@@ -49,6 +49,7 @@ class DiskTier:
         self._model, self._daily = model, daily
         self._headers: dict[str, Stored | None] = {}  # of files seen so far; they never change
         self._said: set[str] = set()
+        self.usage = Usage()
         try:
             self.folder = Folder(path, self._model)
             self.usage = Usage.read(path / USAGE, daily)

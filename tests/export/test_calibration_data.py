@@ -50,6 +50,13 @@ def test_conversations_are_rendered_and_answered(read):
     assert ids[: len(prompt)] == prompt.tolist() and len(ids) == len(prompt) + len(answer) + 1
 
 
+def test_strings_may_hold_other_line_ends(read, tmp_path):
+    """JSON allows U+2028 inside a string; only \\n ends a line."""
+    line = json.dumps({"text": "a\u2028b " * 300}, ensure_ascii=False)
+    [ids, *_] = read([line])
+    assert "\u2028".encode() in bytes(i for i in ids.tolist() if i < 256)
+
+
 def test_no_more_than_asked_for(read):
     found = read([LONG] * 20, tokens=1500)
     assert 1500 <= sum(map(len, found)) < 2200
@@ -61,6 +68,7 @@ def test_no_more_than_asked_for(read):
         ([], "is empty"),
         (["", "  "], "is empty"),
         (["hello"], "line 1 is not JSON"),
+        (["[" * 100_000], "line 1 is not JSON"),
         ([LONG, "{'text': 1}"], "line 2 is not JSON"),
         (["[1]"], 'line 1: expected an object with either "text" or "messages"'),
         ([{"intent": "x"}], 'either "text" or "messages"'),

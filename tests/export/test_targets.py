@@ -82,8 +82,10 @@ def test_a_bundle_is_copied_with_kernels_for_another_gpu(export, compiler, tmp_p
     Bundle.open(second.path)
     for options, message in (
         ({}, "is a bundle already: name a GPU to add kernels for, as in --target orin"),
-        ({"target": "orin", "quant": uniform()}, "is a bundle, whose weights and context stay: leave --bits"),
-        ({"target": "orin", "max_context": 9}, "--max-context out"),
+        ({"target": "orin", "quant": uniform()}, "is a bundle, which is copied as it is: leave options on bits"),
+        ({"target": "orin", "max_context": 9}, "is a bundle, which is copied as it is"),
+        ({"target": "orin", "calib": "missing.jsonl"}, "is a bundle, which is copied as it is"),
+        ({"target": "orin", "budget": 0.5}, "is a bundle, which is copied as it is"),
     ):
         with pytest.raises(BadInputError, match=message):
             export_bundle(first.path, tmp_path / "d", **options)

@@ -185,7 +185,7 @@ def test_exports_that_cannot_have_gates(export, tmp_path):
     export.spec = SMALL
     assert [p.name for p in tmp_path.iterdir()] == ["calib.jsonl"]
     bundle = export(None)
-    with pytest.raises(BadInputError, match="is a bundle: gates are added to a checkpoint"):
+    with pytest.raises(BadInputError, match="is a bundle, which is copied as it is"):
         export_bundle(bundle.path, tmp_path / "again", gates=request)
 
 
