@@ -19,6 +19,7 @@ from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Any
 
+from mimo_edge.disk import sync
 from mimo_edge.errors import BadInputError, MimoEdgeError
 from mimo_edge.spec import ModelSpec, dumps, from_json
 from mimo_edge.tensors import read_tensors
@@ -147,14 +148,14 @@ class BundleWriter:
         manifest = Manifest(LAYOUT_VERSION, name, target, _fingerprint(files), files)
         (temp / MANIFEST).write_text(_manifest_text(manifest), encoding="utf-8")
         for path in [*temp.rglob("*"), temp]:
-            _sync(path)
+            sync(path)
         umask = os.umask(0)
         os.umask(umask)
         temp.chmod(0o777 & ~umask)  # mkdtemp makes folders that only their owner may enter
         self._check_out()
         os.rename(temp, self.out)
         self._temp = None
-        _sync(self.out.absolute().parent)
+        sync(self.out.absolute().parent)
         return Bundle.open(self.out, verify=False)
 
     def _check_out(self) -> None:
@@ -244,11 +245,3 @@ def _parse(path: Path, raw: bytes) -> Any:
         return json.loads(raw)
     except (ValueError, RecursionError) as e:  # ValueError: also invalid UTF-8
         raise BadInputError(f"{path} is not JSON ({e}): copy or export the bundle again") from None
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

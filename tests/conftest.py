@@ -13,6 +13,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != ROOT]
 
+os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it once, when the first module (PyTorch's too) imports it
+
 
 @pytest.fixture(scope="session")
 def gemma_gguf() -> Path:

@@ -6,10 +6,13 @@ gives another text or fails.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from mimo_edge.backends.base import StepOutput
+from mimo_edge.bundle import CHAT_TEMPLATE, TOKENIZER, WEIGHTS, BundleWriter
 from mimo_edge.engine import Engine
 from mimo_edge.kv.windows import first_visible, ring_positions
 from mimo_edge.spec import AttentionSpec, FeedForwardSpec, LayerSpec, ModelSpec
@@ -156,3 +159,13 @@ def reply(engine, prompt, **options):
 def assert_nothing_is_taken(engine):
     engine.pools.check_integrity()
     assert engine.pools.pages.used == engine.pools.rings.used == 0
+
+
+def fake_bundle(out: Path, context: int) -> str:
+    """A bundle without weights, for the fake backend; its path."""
+    with BundleWriter(out) as writer:
+        writer.path(WEIGHTS).write_bytes(b"")
+        writer.path(TOKENIZER).write_text(byte_tokenizer().to_str())
+        writer.path(CHAT_TEMPLATE).write_text(TEMPLATE)
+        writer.finish(fake_spec(context=context), "cpu", "Fake")
+    return str(out)

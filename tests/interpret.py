@@ -1,4 +1,4 @@
-"""Runs kernels on CPU tensors, through Triton's interpreter. Import it before any kernels/<op>/triton.py.
+"""Runs kernels on CPU tensors, through Triton's interpreter (conftest.py chooses it before anything imports Triton).
 
 MIMO_EDGE_TEST_TARGET=sm_87 runs the same launches compiled for that target on a GPU instead (a newer one takes the
 PTX). MIMO_EDGE_RECORD_VARIANTS=FILE launches nothing (tests fail) and notes the variants instead, so that they can be
@@ -9,8 +9,6 @@ import importlib
 import json
 import os
 from dataclasses import asdict
-
-os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 from triton.runtime import interpreter

@@ -6,6 +6,7 @@ because scales are float16 values. The formats are in packed_awq.py, packed_gptq
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -30,15 +31,15 @@ class Rows(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PackedTensor(StoredTensor):
+class PackedTensor(StoredTensor, ABC):
     """`name`, `offset` and `nbytes` are those of the integers, `shape` is [N, K]; `group` weights share a scale."""
 
     parts: Parts
     group: int
 
+    @abstractmethod
     def packed_rows(self, start: int, stop: int) -> Rows:
         """Rows [start, stop). Raises BadInputError on a short file."""
-        raise NotImplementedError
 
     def dequantised(self, start: int, stop: int) -> NDArray[np.float32]:
         """Rows [start, stop) as float32 [stop - start, K]."""

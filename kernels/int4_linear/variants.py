@@ -101,7 +101,7 @@ def decode(
         "RESIDUAL": residual is not None,
     }
     types = {"x": "*fp16", **_WEIGHTS, "bias": _type(bias), "residual": _type(residual), "y": f"*{out}"}
-    args: Operands = {**_operands(x, w), "bias": bias or x, "residual": residual or x, "y": y}
+    args: Operands = {"x": x, **weights(w), "bias": bias or x, "residual": residual or x, "y": y}
     variant = Variant("int4_linear.linear", types, constants, cut.warps, cut.stages)
     return (*before, Launch(variant, (-(-tiles(n) // cut.row_tiles), 1, 1), args))
 
@@ -128,7 +128,7 @@ def decode_head(
     before, x = _norm_ahead(rows, k, x, norm, normed, eps, w, tiles(n), quant, cut)
     types = {"x": "*fp16", **_WEIGHTS, "y": "*fp32", "best": "*fp32", "best_index": "*i32"}
     variant = Variant("int4_linear.head", types, _sizes(rows, n, k, quant, cut), cut.warps, cut.stages)
-    args: Operands = {**_operands(x, w), "y": y, "best": best, "best_index": best_index}
+    args: Operands = {"x": x, **weights(w), "y": y, "best": best, "best_index": best_index}
     return (*before, Launch(variant, (head_programs(n, cut), 1, 1), args))
 
 
@@ -159,7 +159,7 @@ def decode_gate_up(
     constants["INTER"] = constants.pop("N")
     constants["GELU"] = activation == "gelu_tanh"
     variant = Variant("int4_linear.gate_up", {"x": "*fp16", **_WEIGHTS, "h": "*fp16"}, constants, cut.warps, cut.stages)
-    args: Operands = {**_operands(x, w), "h": h}
+    args: Operands = {"x": x, **weights(w), "h": h}
     return (*before, Launch(variant, (-(-tiles(intermediate) // cut.row_tiles), 1, 1), args))
 
 
@@ -190,7 +190,7 @@ def prefill(
         "RESIDUAL": residual is not None,
     }
     types = {"x": "*fp16", **_WEIGHTS, "bias": _type(bias), "residual": _type(residual), "y": f"*{out}"}
-    args: Operands = {**_operands(x, w), "bias": bias or x, "residual": residual or x, "y": y}
+    args: Operands = {"x": x, **weights(w), "bias": bias or x, "residual": residual or x, "y": y}
     variant = Variant("int4_linear.linear_many", types, constants, cut.warps, cut.stages)
     return (*before, Launch(variant, (-(-rows // cut.tokens), -(-tiles(n) // cut.warps), 1), args))
 
@@ -222,7 +222,7 @@ def prefill_gate_up(
         "BLOCK": block if keep else 0,
     }
     types = {"x": "*fp16", **_WEIGHTS, "keep": "*u8" if keep else "*fp16", "h": "*fp16"}
-    args: Operands = {**_operands(x, w), "keep": keep or x, "h": h}
+    args: Operands = {"x": x, **weights(w), "keep": keep or x, "h": h}
     variant = Variant("int4_linear.gate_up_many", types, constants, cut.warps, cut.stages)
     grid = (-(-rows // cut.tokens), -(-tiles(intermediate) // (cut.warps // 2)), 1)
     return (*before, Launch(variant, grid, args))
@@ -278,8 +278,9 @@ def _type(operand: str | None) -> str:
     return "*fp32" if operand else "*fp16"
 
 
-def _operands(x: str, w: str) -> Operands:
-    return {"x": x, "q": f"{w}.q", "scales": f"{w}.scales", "zeros": f"{w}.zeros"}
+def weights(w: str) -> Operands:
+    """The buffers of the packed matrix `w`."""
+    return {"q": f"{w}.q", "scales": f"{w}.scales", "zeros": f"{w}.zeros"}
 
 
 def _sizes(rows: int, n: int, k: int, quant: TensorQuant, cut: Tuned, x_stride: int | None = None) -> dict[str, Value]:

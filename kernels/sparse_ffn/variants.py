@@ -138,7 +138,7 @@ def decode_sparse(
     }
     gate_types = {"x": "*fp16", "hidden": "*fp32", "w2": "*fp32", "bias": "*fp32"}
     out_types = {"keep": "*u8", "listed": "*i32", "h": "*fp16"}
-    args: Operands = {"x": normed, "hidden": ranks, "w2": w2, "bias": bias, **_weights(gate_up), "keep": keep}
+    args: Operands = {"x": normed, "hidden": ranks, "w2": w2, "bias": bias, **int4.weights(gate_up), "keep": keep}
     args |= {"listed": listed, "h": h}
     variant = Variant(
         "sparse_ffn.gate_up_kept", {**gate_types, **_WEIGHTS, **out_types}, constants, up.warps, up.stages
@@ -177,7 +177,7 @@ def _down(
     }
     del constants["INTER"]
     types = {"h": "*fp16", **_WEIGHTS, "listed": "*i32", "bias": "*fp32", "residual": "*fp32", "y": "*fp32"}
-    args: Operands = {"h": h, **_weights(w), "listed": listed, "bias": bias or y, "residual": residual or y, "y": y}
+    args: Operands = {"h": h, **int4.weights(w), "listed": listed, "bias": bias or y, "residual": residual or y, "y": y}
     variant = Variant("sparse_ffn.down_listed", types, constants, DEAL, cut.stages)
     return Launch(variant, (-(-tiles(k) // cut.row_tiles), 1, 1), args)
 
@@ -213,10 +213,6 @@ def prefill_sparse(
 def _power(n: int) -> int:
     """The smallest power of two that holds n, at least 16."""
     return max(16, 1 << (n - 1).bit_length())
-
-
-def _weights(w: str) -> Operands:
-    return {"q": f"{w}.q", "scales": f"{w}.scales", "zeros": f"{w}.zeros"}
 
 
 def _sizes(rows: int, intermediate: int, k: int, quant: TensorQuant, cut: Tuned) -> dict[str, Value]:

@@ -108,14 +108,6 @@ def read(path: Path) -> tuple[Header, Tokens, NDArray[np.uint8]]:
     return header, as_tokens(data[at:rows].view("<i4")), data[rows : rows + header.rows]
 
 
-def sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def _encode(header: Header) -> bytes:
     return json.dumps(asdict(header), sort_keys=True).encode()
 

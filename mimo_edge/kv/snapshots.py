@@ -142,8 +142,3 @@ class Snapshot:
     used: int = 0
     pins: int = 0
     mark: bool = False
-
-    @property
-    def is_junction(self) -> bool:
-        """Whether stored prompts part here."""
-        return len(self.node.children) > 1

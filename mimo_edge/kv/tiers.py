@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from mimo_edge.disk import sync
 from mimo_edge.kv import files
 from mimo_edge.kv.eviction import aged
 from mimo_edge.kv.files import Damaged, Header
@@ -172,7 +173,7 @@ class DiskTier:
             for name in headers:
                 os.replace(temps[name], self.path / self._place(name))
                 self.folder.added(self._place(name), files.size_of(headers[name]))
-            files.sync_folder(self.path / self._model)
+            sync(self.path / self._model)
         except BaseException:
             for temp in temps.values():
                 temp.unlink(missing_ok=True)

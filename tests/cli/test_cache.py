@@ -3,10 +3,9 @@
 import json
 
 import pytest
-from fakes import TEMPLATE, FakeBackend, byte_tokenizer, fake_spec
+from fakes import FakeBackend, fake_bundle
 
 from mimo_edge.backends import registry
-from mimo_edge.bundle import CHAT_TEMPLATE, TOKENIZER, WEIGHTS, BundleWriter
 from mimo_edge.cli.main import main
 
 TEXT = "a prompt of sixty tokens or so, which is more than a single page"
@@ -15,13 +14,7 @@ TEXT = "a prompt of sixty tokens or so, which is more than a single page"
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory):
     """A bundle without weights."""
-    out = tmp_path_factory.mktemp("cli") / "fake"
-    with BundleWriter(out) as writer:
-        writer.path(WEIGHTS).write_bytes(b"")
-        writer.path(TOKENIZER).write_text(byte_tokenizer().to_str())
-        writer.path(CHAT_TEMPLATE).write_text(TEMPLATE)
-        writer.finish(fake_spec(context=512), "cpu", "Fake")
-    return str(out)
+    return fake_bundle(tmp_path_factory.mktemp("cli") / "fake", context=512)
 
 
 @pytest.fixture

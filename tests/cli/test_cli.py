@@ -11,11 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from fakes import TEMPLATE, FakeBackend, byte_tokenizer, fake_spec, script
+from fakes import FakeBackend, fake_bundle, script
 
 import mimo_edge
 from mimo_edge.backends import registry
-from mimo_edge.bundle import CHAT_TEMPLATE, TOKENIZER, WEIGHTS, BundleWriter
 from mimo_edge.cli.common import LogLines, progress
 from mimo_edge.cli.main import main
 
@@ -26,13 +25,7 @@ PROMPT_TOKENS = 1 + len("abc")
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory):
     """A bundle without weights; its backend is the fake one."""
-    out = tmp_path_factory.mktemp("cli") / "fake"
-    with BundleWriter(out) as writer:
-        writer.path(WEIGHTS).write_bytes(b"")
-        writer.path(TOKENIZER).write_text(byte_tokenizer().to_str())
-        writer.path(CHAT_TEMPLATE).write_text(TEMPLATE)
-        writer.finish(fake_spec(context=128), "cpu", "Fake")
-    return str(out)
+    return fake_bundle(tmp_path_factory.mktemp("cli") / "fake", context=128)
 
 
 @pytest.fixture
