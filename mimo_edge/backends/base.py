@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from mimo_edge.kv.layout import KvLayout, SequenceSlots
 
-__all__ = ["Backend", "RowCopies", "SequenceSlots", "Step", "StepOutput"]
+__all__ = ["Backend", "DraftHeads", "RowCopies", "SequenceSlots", "Step", "StepOutput"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,25 @@ class Backend(Protocol):
     def commit(self, accepted: Sequence[int]) -> None: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class DraftHeads(Protocol):
+    """What a backend has beside Backend if it can draft. With layout.heads above 0, `commit` also stores the accepted
+    rows' hidden states (before the final norm) in the ring HIDDEN_ROWS, of a long step the newest.
+    """
+
+    def draft(
+        self, slots: SequenceSlots, head: int, held: int, start: int, tokens: NDArray[np.int64]
+    ) -> NDArray[np.float32]:
+        """Evaluates rows [start, start + T) of an MTP head, T >= 1, stores their keys and values, and returns the
+        logits behind the last row, float32 [vocab], the caller's until the next call.
+
+        Row p pairs the main model's hidden state of p with `tokens` int64 [T], t_{p+1+head}. All these rows are
+        committed in the main model. Of the head's own rows, [held, start) were evaluated before and are visible as far
+        as its window goes; older ones count as if there were none. Heads of a chained spec are called in order for the
+        same rows. Not called between a run and its commit.
+        """
 
 
 @runtime_checkable

@@ -15,7 +15,7 @@ class Sequence:
         self.slots = slots
         self.tokens: list[int] = []
         self._highest = 0  # end of all rows ever written
-        self._rings = [(a.window, layout.rings[kind]) for kind, a in layout.spec.attention.items() if a.window]
+        self._rings = [(k.window, k.slots) for k in layout.row_kinds if k.window is not None and k.slots is not None]
 
     def append(self, tokens: Tokens[int]) -> None:
         """The rows of `tokens` were stored behind those that are committed."""
