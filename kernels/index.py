@@ -4,6 +4,8 @@ A bundle holds for every compute capability that it was exported for:
 
     kernels/sm_87/index.json     this index
     kernels/sm_87/programs.json  the launches of every kind of step (export/programs)
+    kernels/sm_87/model.trt.onnx the model as TensorRT takes it (export/graph/tensorrt.py)
+    kernels/sm_87/model.trt.json what of it the device must know without reading ONNX (TensorRtForm)
     kernels/sm_87/KEY.cubin      machine code          kernels/sm_87/KEY.ptx  the same for a newer GPU's driver
 
 and once for all of them
@@ -22,6 +24,7 @@ from mimo_edge.spec import from_json
 
 FORMAT = 1
 INDEX, PROGRAMS = "index.json", "programs.json"
+TENSORRT, TENSORRT_INFO = "model.trt.onnx", "model.trt.json"
 WEIGHTS, WEIGHTS_INDEX = "kernels/weights.bin", "kernels/weights.json"
 MAX_SHARED = 163 << 10  # bytes a block may use on Orin (sm_87), kept on every target
 
@@ -78,6 +81,28 @@ class KernelIndex:
         if isinstance(data, dict) and data.get("format") != FORMAT:
             raise BadInputError(f"{where}: format {data.get('format')!r}, this version reads {FORMAT}: export again")
         return from_json(KernelIndex, data, where)
+
+
+@dataclass(frozen=True)
+class TensorRtForm:
+    """`nodes` counts the model's `mimo` nodes by op: as many plugin layers must an engine have."""
+
+    nodes: dict[str, int]
+    format: int = FORMAT
+
+    def dumps(self) -> str:
+        return json.dumps(asdict(self)) + "\n"
+
+    @staticmethod
+    def loads(text: str | bytes, where: str) -> TensorRtForm:
+        """Raises BadInputError naming `where` when the text is none that this version reads."""
+        try:
+            data: Any = json.loads(text)
+        except ValueError as e:
+            raise BadInputError(f"{where} is not JSON ({e}): copy or export the bundle again") from None
+        if isinstance(data, dict) and data.get("format") != FORMAT:
+            raise BadInputError(f"{where}: format {data.get('format')!r}, this version reads {FORMAT}: export again")
+        return from_json(TensorRtForm, data, where)
 
 
 def folder(target: str) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
-FLOAT, FLOAT16 = TensorProto.FLOAT, TensorProto.FLOAT16
+FLOAT, FLOAT16, BOOL = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BOOL
 INT64, INT32, UINT8, INT8 = TensorProto.INT64, TensorProto.INT32, TensorProto.UINT8, TensorProto.INT8
 Shape = Sequence[int | str]
 

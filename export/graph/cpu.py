@@ -6,21 +6,28 @@ spec's attention kinds, i the layers):
     tokens int64 [T]   positions int64 [T]   logit_rows int64 [M]
     mask.<kind>  [T, P+T]   added to scores: 0, or a large negative number where a key is not visible
     past_k.i     [P, kv_heads, head_dim]     past_v.i [P, kv_heads, v_head_dim]     written rows only; P may be 0
-    logits [M, vocab]
+    logits [M, vocab]       hidden [T, hidden] before the final norm, of models with MTP heads
     new_k.i      [T, kv_heads, head_dim]     new_v.i  [T, kv_heads, v_head_dim]     rotated; scaled by value_scale
+
+An MTP head is a graph of its own, with one past and one mask: T rows, each the hidden state of a position and the token
+that this head pairs with it. All rows leave keys and values, the last one logits:
+
+    tokens int64 [T]   positions int64 [T]   hidden [T, hidden]: of the main model, in a chain of the head before
+    mask.<kind>  [1, P+T], in a chain [T, P+T]    past_k [P, kv_heads, head_dim]    past_v [P, kv_heads, v_head_dim]
+    logits [1, vocab]       new_k, new_v          own [T, hidden] of chained heads: their hidden states
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from onnx import ModelProto
 
-from mimo_edge.backends.oracle import rope_frequencies
-from mimo_edge.export.graph.builder import INT64, GraphBuilder
-from mimo_edge.export.graph.cpu_ffn import feed_forward
+from mimo_edge.bundle import head_graphs
+from mimo_edge.export.graph.builder import BOOL, FLOAT, INT64, GraphBuilder
+from mimo_edge.export.graph.cpu_block import Block, CpuBlocks
 from mimo_edge.export.graph.cpu_weights import MS, CpuWeights, Entry
-from mimo_edge.spec import AttentionSpec, ModelSpec
+from mimo_edge.spec import ModelSpec
 
 OPSET = 23  # the first with RMSNormalization
 IR_VERSION = 10
@@ -36,202 +43,83 @@ def emit_cpu(
 
     accuracy_level 4 lets quantised products round activations to 8 bits (fast), 1 keeps them float32.
     """
-    return _CpuForm(spec, CpuWeights(spec, header, accuracy_level, location)).emit()
+    g, w = GraphBuilder(), CpuWeights(spec, header, accuracy_level, location)
+    blocks = CpuBlocks(g, spec, w)
+    for name, dim in (("tokens", "T"), ("positions", "T"), ("logit_rows", "M")):
+        g.input(name, [dim], INT64)
+    for kind in dict.fromkeys(layer.attention for layer in spec.layers):
+        g.input(f"mask.{kind}", ["T", f"S.{kind}"])
+    x, branch = _embedded(g, w, spec), None
+    for i, layer in enumerate(spec.layers):
+        x, branch = blocks.emit(Block(f"layers.{i}", f".{i}", layer.attention, layer.ffn), x, branch)
+    if spec.mtp:
+        x, branch = _hidden(g, spec, x, branch, "hidden"), None
+    # only the rows whose logits are wanted go through the final norm and the head
+    x = g.op("Gather", x, "logit_rows", name="last.x", axis=0)
+    branch = branch and g.op("Gather", branch, "logit_rows", name="last.y", axis=0)
+    _, h = blocks.norm(x, branch, "norm", rows="M")
+    w.head(g, h, "M")
+    g.output("logits", ["M", spec.vocab_size])
+    return g.model("mimo-edge.cpu", {"": OPSET, MS: 1}, IR_VERSION)
 
 
-class _CpuForm:
-    def __init__(self, spec: ModelSpec, weights: CpuWeights):
-        self._spec = spec
-        self._weights = weights
-        self._g = GraphBuilder()
-        self._rotations: dict[tuple, tuple[str, str]] = {}
-        self._masks: dict[str, tuple[str, str]] = {}
+def emit_cpu_head(
+    spec: ModelSpec,
+    header: Mapping[str, Entry],
+    m: int,
+    accuracy_level: int = 4,
+    location: str = "weights.safetensors",
+) -> ModelProto:
+    """MTP head m, as oracle.mtp computes it; arguments as emit_cpu's."""
+    assert spec.mtp is not None
+    mtp, p = spec.mtp, f"mtp.{m}"
+    g, w = GraphBuilder(), CpuWeights(spec, header, accuracy_level, location)
+    blocks = CpuBlocks(g, spec, w)
+    for name in ("tokens", "positions"):
+        g.input(name, ["T"], INT64)
+    h = g.input("hidden", ["T", spec.hidden_size])
+    block = Block(f"{p}.layer", "", mtp.attention, mtp.ffn, last_only=not mtp.chained)
+    g.input(f"mask.{mtp.attention}", [block.rows, "S"])
+    x, branch = blocks.emit(block, w.linear(g, _pair(g, w, blocks, spec, p, h), f"{p}.proj"), None)
+    if mtp.chained:
+        own = _hidden(g, spec, x, branch, "own")
+        x, branch = g.op("Gather", own, g.constant([-1]), name="last.x", axis=0), None
+    _, h = blocks.norm(x, branch, f"{p}.norm", rows=1)
+    w.head(g, h, 1)
+    g.output("logits", [1, spec.vocab_size])
+    return g.model(f"mimo-edge.cpu.mtp{m}", {"": OPSET, MS: 1}, IR_VERSION)
 
-    def emit(self) -> ModelProto:
-        g, spec, w = self._g, self._spec, self._weights
-        for name, dim in (("tokens", "T"), ("positions", "T"), ("logit_rows", "M")):
-            g.input(name, [dim], INT64)
-        for kind in dict.fromkeys(layer.attention for layer in spec.layers):
-            g.input(f"mask.{kind}", ["T", f"S.{kind}"])
-        x = w.embedding(g, "tokens")
-        if spec.embed_scale != 1:
-            x = g.op("Mul", x, g.constant(float(spec.embed_scale)), name="embed.scaled")
-        branch: str | None = None
-        for i in range(len(spec.layers)):
-            x, branch = self._layer(i, x, branch)
-        # only the rows whose logits are wanted go through the final norm and the head
-        x, branch = (g.op("Gather", v, "logit_rows", name=f"last.{k}", axis=0) for k, v in (("x", x), ("y", branch)))
-        _, h = self._norm(x, branch, "norm", rows="M")
-        w.head(g, h)
-        g.output("logits", ["M", spec.vocab_size])
-        return g.model("mimo-edge.cpu", {"": OPSET, MS: 1}, IR_VERSION)
 
-    def _layer(self, i: int, x: str, branch: str | None) -> tuple[str, str]:
-        """Block i on the residual x + branch; returns the next residual, not yet added up: the norms add."""
-        p = f"layers.{i}"
-        x, h = self._norm(x, branch, f"{p}.attn_norm")
-        y = self._attention(i, h)
-        if self._spec.post_norms:
-            y = self._rms(y, f"{p}.post_attn_norm")
-        x, h = self._norm(x, y, f"{p}.ffn_norm")
-        y = feed_forward(self._g, self._weights, self._spec, i, h)
-        if self._spec.post_norms:
-            y = self._rms(y, f"{p}.post_ffn_norm")
-        return x, y
+def emit_graphs(
+    spec: ModelSpec, header: Mapping[str, Entry], name: str, accuracy_level: int
+) -> Iterator[tuple[str, ModelProto]]:
+    """(file name, graph) of the model, whose file is `name`, and of its MTP heads."""
+    yield name, emit_cpu(spec, header, accuracy_level)
+    for m, file in enumerate(head_graphs(name, spec)):
+        yield file, emit_cpu_head(spec, header, m, accuracy_level)
 
-    def _rms(self, x: str, name: str) -> str:
-        gamma = self._weights.vector(self._g, name)
-        return self._g.op("RMSNormalization", x, gamma, name=f"{name}.y", axis=-1, epsilon=self._spec.norm_eps)
 
-    def _norm(self, x: str, branch: str | None, name: str, rows: str = "T") -> tuple[str, str]:
-        """(x + branch, its norm), in one op."""
-        if branch is None:
-            return x, self._rms(x, name)
-        total, shape = f"{name}.x", [rows, self._spec.hidden_size]
-        h = self._g.node(
-            "SkipSimplifiedLayerNormalization", [x, branch, self._weights.vector(self._g, name)],
-            outputs=[f"{name}.y", "", "", total], domain=MS, shape=shape, epsilon=self._spec.norm_eps,
-        )[0]  # fmt: skip
-        self._g.declare(total, shape)
-        return total, h
+def _embedded(g: GraphBuilder, w: CpuWeights, spec: ModelSpec) -> str:
+    x = w.embedding(g, "tokens")
+    return g.op("Mul", x, g.constant(float(spec.embed_scale)), name="embed.scaled") if spec.embed_scale != 1 else x
 
-    def _attention(self, i: int, h: str) -> str:
-        g, a, p = self._g, self._spec.attention_of(i), f"layers.{i}"
-        rows = self._weights.linear(g, h, f"{p}.qkv", bias=f"{p}.qkv.bias" if a.qkv_bias else None)
-        sizes = g.constant([a.q_rows + a.k_rows, a.v_rows])
-        qk, v = g.node("Split", [rows, sizes], outputs=[f"{p}.qk", f"{p}.v"], axis=1)
-        if a.value_scale != 1:
-            v = g.op("Mul", v, g.constant(float(a.value_scale)), name=f"{p}.v.scaled")
-        v = g.op("Reshape", v, g.constant([-1, a.kv_heads, a.v_head_dim]), outputs=[f"new_v.{i}"])
-        q, k = self._queries_and_keys(i, a, qk)
-        g.output(k, ["T", a.kv_heads, a.head_dim])
-        g.output(v, ["T", a.kv_heads, a.v_head_dim])
-        bias = f"{p}.o.bias" if self._spec.output_bias else None
-        return self._weights.linear(g, self._attend(i, a, q, k, v), f"{p}.o", bias=bias)
 
-    def _queries_and_keys(self, i: int, a: AttentionSpec, qk: str) -> tuple[str, str]:
-        """Norm and rotation, of queries and keys at once: [T, heads, D] and the output new_k [T, kv_heads, D]."""
-        g, p, n = self._g, f"layers.{i}", a.heads + a.kv_heads
-        heads = g.constant([-1, n, a.head_dim])
-        if a.qk_norm:
-            x = g.op("Reshape", qk, heads, name=f"{p}.qk.heads")
-            qk = g.op("RMSNormalization", x, self._qk_gamma(p, a), name=f"{p}.qk.norm", epsilon=self._spec.norm_eps)
-        if a.rotary_dim:
-            x = g.op("Reshape", qk, g.constant([1, -1, n * a.head_dim]), name=f"{p}.qk.flat")
-            partial = {} if a.rotary_dim == a.head_dim else {"rotary_embedding_dim": a.rotary_dim}
-            qk = g.op(
-                "RotaryEmbedding", x, g.constant([0]), *self._rotation(a), name=f"{p}.qk.rotated", domain=MS,
-                shape=[1, "T", n * a.head_dim], num_heads=n, **partial,
-            )  # fmt: skip
-        if a.rotary_dim or not a.qk_norm:
-            qk = g.op("Reshape", qk, heads, name=f"{p}.qk.rows")
-        q, k = g.node("Split", [qk, g.constant([a.heads, a.kv_heads])], outputs=[f"{p}.q", f"new_k.{i}"], axis=1)
-        return q, k
+def _hidden(g: GraphBuilder, spec: ModelSpec, x: str, branch: str | None, name: str) -> str:
+    """The output `name`: all rows of the residual, added up."""
+    assert branch is not None
+    g.op("Add", x, branch, outputs=[name])
+    return g.output(name, ["T", spec.hidden_size])
 
-    def _qk_gamma(self, p: str, a: AttentionSpec) -> str:
-        """Norm weights of all heads [1, heads + kv_heads, D]; ONNX Runtime folds this into a constant."""
-        g, parts = self._g, []
-        for part, n in (("q_norm", a.heads), ("k_norm", a.kv_heads)):
-            shape = g.constant([1, n, a.head_dim])
-            parts.append(g.op("Expand", self._weights.vector(g, f"{p}.{part}"), shape, name=f"{p}.{part}.heads"))
-        return g.op("Concat", *parts, name=f"{p}.qk_norm", axis=1)
 
-    def _rotation(self, a: AttentionSpec) -> tuple[str, str]:
-        """cos and sin [T, rotary_dim/2] of this step's positions, shared by all layers that rotate alike."""
-        key = (a.rope_theta, a.rotary_dim, a.rope_scaling)
-        if key not in self._rotations:
-            g, name = self._g, f"rope{len(self._rotations)}"
-            column = g.op("Unsqueeze", "positions", g.constant([1]), name=f"{name}.column")
-            angles = g.op(
-                "Mul", g.op("Cast", column, name=f"{name}.float", to=1), g.constant(rope_frequencies(a).numpy()[None]),
-                name=f"{name}.angles",
-            )  # fmt: skip
-            self._rotations[key] = (g.op("Cos", angles, name=f"{name}.cos"), g.op("Sin", angles, name=f"{name}.sin"))
-        return self._rotations[key]
-
-    def _attend(self, i: int, a: AttentionSpec, q: str, k: str, v: str) -> str:
-        """Softmax attention over past and new rows without copying the past: [T, heads * v_head_dim].
-
-        The query heads that share a kv head are the rows of one product [T * group, D] a kv head; cached rows are its
-        right side as they lie in memory (transBatchB reads [P, kv_heads, D] as [kv_heads, P, D]).
-        """
-        g, p, group = self._g, f"layers.{i}", a.heads // a.kv_heads
-        past = self._past(i, a)
-        mask, sizes = self._mask(i, a)
-        q = self._by_kv_head(q, a.kv_heads, group, a.head_dim, f"{p}.q")
-        scores = [
-            g.op("FusedMatMul", q, x, name=f"{p}.scores", domain=MS, shape=[a.kv_heads, f"T*{group}", dim],
-                 alpha=a.scale, transB=1, transBatchB=1)
-            for x, dim in ((past[0], f"P.{i}"), (k, "T"))
-        ]  # fmt: skip
-        if a.sinks:
-            scores.append(self._sink_column(p, a))
-        masked = g.op("Add", g.op("Concat", *scores, name=f"{p}.all_scores", axis=-1), mask, name=f"{p}.masked")
-        probs = g.op("Softmax", masked, name=f"{p}.probs", axis=-1)
-        parts = g.node("Split", [probs, sizes], name=f"{p}.probs", outputs=3 if a.sinks else 2, axis=-1)
-        y = g.op("Add", *[
-            g.op("FusedMatMul", s, x, name=f"{p}.values", domain=MS, shape=[a.kv_heads, f"T*{group}", a.v_head_dim],
-                 transBatchB=1)
-            for s, x in zip(parts[:2], (past[1], v), strict=True)
-        ], name=f"{p}.attended")  # fmt: skip
-        if a.kv_heads > 1:
-            y = g.op("Reshape", y, g.constant([a.kv_heads, -1, group, a.v_head_dim]), name=f"{p}.attended.heads")
-            y = g.op("Transpose", y, name=f"{p}.attended.rows", perm=[1, 0, 2, 3])
-        return g.op("Reshape", y, g.constant([-1, a.heads * a.v_head_dim]), name=f"{p}.attended.flat")
-
-    def _past(self, i: int, a: AttentionSpec) -> tuple[str, str]:
-        return (
-            self._g.input(f"past_k.{i}", [f"P.{i}", a.kv_heads, a.head_dim]),
-            self._g.input(f"past_v.{i}", [f"P.{i}", a.kv_heads, a.v_head_dim]),
-        )
-
-    def _by_kv_head(self, q: str, kv_heads: int, group: int, dim: int, name: str) -> str:
-        """[T, heads, D] -> [kv_heads, T * group, D]; a copy only where there are several kv heads."""
-        g = self._g
-        if kv_heads > 1:
-            q = g.op("Reshape", q, g.constant([-1, kv_heads, group, dim]), name=f"{name}.groups")
-            q = g.op("Transpose", q, name=f"{name}.groups", perm=[1, 0, 2, 3])
-        return g.op("Reshape", q, g.constant([kv_heads, -1, dim]), name=f"{name}.by_kv_head")
-
-    def _sink_column(self, p: str, a: AttentionSpec) -> str:
-        """The sinks as one more column of scores, [kv_heads, T * group, 1]."""
-        g, group = self._g, a.heads // a.kv_heads
-        sinks = g.op(
-            "Reshape",
-            self._weights.vector(g, f"{p}.sinks"),
-            g.constant([a.kv_heads, 1, group]),
-            name=f"{p}.sinks.by_kv",
-        )
-        rows = g.op(
-            "Concat",
-            g.constant([a.kv_heads]),
-            self._count("tokens"),
-            g.constant([group]),
-            name=f"{p}.sinks.shape",
-            axis=0,
-        )
-        column = g.op("Expand", sinks, rows, name=f"{p}.sinks.rows")
-        return g.op("Reshape", column, g.constant([a.kv_heads, -1, 1]), name=f"{p}.sinks.column")
-
-    def _count(self, value: str) -> str:
-        return self._g.op("Shape", value, name=f"{value}.count", start=0, end=1)
-
-    def _mask(self, i: int, a: AttentionSpec) -> tuple[str, str]:
-        """(mask [T * group, columns of scores], sizes of their parts); once a kind, at its first layer."""
-        kind = self._spec.layers[i].attention
-        if kind not in self._masks:
-            g, group, name = self._g, a.heads // a.kv_heads, f"mask.{kind}"
-            mask = name
-            sizes = [self._count(f"past_k.{i}"), self._count("tokens")]
-            if a.sinks:  # a sink is visible to every row
-                pads = g.constant([0, 0, 0, 1])
-                mask = g.op("Pad", mask, pads, g.constant(0.0), name=f"{name}.padded")
-                sizes.append(g.constant([1]))
-            if group > 1:
-                mask = g.op("Unsqueeze", mask, g.constant([1]), name=f"{name}.rows")
-                mask = g.op("Tile", mask, g.constant([1, group, 1]), name=f"{name}.tiled")
-                columns = g.op("Shape", mask, name=f"{name}.columns", start=2, end=3)
-                shape = g.op("Concat", g.constant([-1]), columns, name=f"{name}.shape", axis=0)
-                mask = g.op("Reshape", mask, shape, name=f"{name}.by_group")
-            self._masks[kind] = (mask, g.op("Concat", *sizes, name=f"{name}.sizes", axis=0))
-        return self._masks[kind]
+def _pair(g: GraphBuilder, w: CpuWeights, blocks: CpuBlocks, spec: ModelSpec, p: str, hidden: str) -> str:
+    """What a head's projection sees (oracle.mtp_pair): [T, 2 * hidden]."""
+    mtp = spec.mtp
+    assert mtp is not None
+    e = _embedded(g, w, spec)
+    if mtp.zero_first:
+        kept = g.op("Cast", g.op("Cast", "positions", to=BOOL), name="embed.kept", to=FLOAT)
+        e = g.op("Mul", e, g.op("Unsqueeze", kept, g.constant([1])), name="embed.kept.rows")
+    if mtp.hidden == "post_norm":
+        hidden = blocks.rms(hidden, "norm")
+    halves = [blocks.rms(e, f"{p}.token_norm"), blocks.rms(hidden, f"{p}.hidden_norm")]
+    return g.op("Concat", *(halves if mtp.order == "token_first" else halves[::-1]), name=f"{p}.pair", axis=1)

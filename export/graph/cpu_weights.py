@@ -58,18 +58,18 @@ class CpuWeights:
         rows = g.op("Mul", level, g.op("Unsqueeze", scales, g.constant([2])), name="embed.scaled")
         return g.op("Reshape", rows, g.constant([-1, k]), name="embed.rows")
 
-    def linear(self, g: GraphBuilder, x: str, name: str, *, rows: str = "T", bias: str | None = None) -> str:
+    def linear(self, g: GraphBuilder, x: str, name: str, *, rows: str | int = "T", bias: str | None = None) -> str:
         """x [rows, K] times the transposed parameter [N, K], plus a bias parameter [N]: float32 [rows, N]."""
         return self._product(g, x, self._params[name], 0, self._params[name].shape[0], rows, bias)
 
-    def head(self, g: GraphBuilder, x: str) -> str:
-        """Logits float32 [M, vocab] of x [M, hidden], the output `logits`."""
+    def head(self, g: GraphBuilder, x: str, rows: str | int) -> str:
+        """Logits float32 [rows, vocab] of x [rows, hidden], the output `logits`."""
         param = self._params["head" if self._spec.separate_head else "embed"]
         vocab, nbytes = param.shape[0], sum(self._header[n][3] for n in self._names(param))
         pieces = -(-nbytes // HEAD_PIECE_BYTES)
         step = -(-vocab // pieces)
         parts = [
-            self._product(g, x, param, first, min(first + step, vocab), "M", None) for first in range(0, vocab, step)
+            self._product(g, x, param, first, min(first + step, vocab), rows, None) for first in range(0, vocab, step)
         ]
         return g.op("Concat", *parts, outputs=["logits"], axis=1)
 
@@ -79,7 +79,7 @@ class CpuWeights:
         return [f"{param.name}.{part}" for part in ("q", "scales", "zeros")]
 
     def _product(
-        self, g: GraphBuilder, x: str, param: Param, first: int, last: int, rows: str, bias: str | None
+        self, g: GraphBuilder, x: str, param: Param, first: int, last: int, rows: str | int, bias: str | None
     ) -> str:
         k = param.shape[1]
         quant = self._spec.quant.of(param.kind)

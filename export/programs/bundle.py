@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mimo_edge.bundle import SPEC, WEIGHTS, Bundle, BundleWriter, read_tensors
 from mimo_edge.errors import BadInputError
-from mimo_edge.export.programs.lower import check_supported, lower
-from mimo_edge.export.programs.tuning import tuning
+from mimo_edge.export.programs.lower import PREFILL_ROWS, check_supported, lower
+from mimo_edge.export.programs.tuning import Tuning, tuning
 from mimo_edge.export.programs.weights import device_weights, write_device_weights
 from mimo_edge.extras import needs_extra
 from mimo_edge.kernels import index
@@ -60,6 +61,18 @@ def add_kernels(writer: BundleWriter, spec: ModelSpec, capabilities: Sequence[in
     compile_kernels(writer, spec, capabilities, progress)
     tensors = read_tensors(writer.path(WEIGHTS))
     write_device_weights(spec, tensors, writer.path(index.WEIGHTS), writer.path(index.WEIGHTS_INDEX), progress)
+    for c in capabilities:
+        write_tensorrt(writer.path(index.folder(f"sm_{c}")), spec, tuning(f"sm_{c}"))
+
+
+def write_tensorrt(out: Path, spec: ModelSpec, tuned: Tuning, prefill_rows: tuple[int, ...] = PREFILL_ROWS) -> None:
+    """The TensorRT form, for the kernels that `lower` makes of the same arguments, and what it consists of."""
+    from mimo_edge.export.graph import schemas, tensorrt  # imports this package
+
+    model = tensorrt.emit_tensorrt(spec, tuned, prefill_rows)
+    nodes = Counter(node.op_type for node in model.graph.node if node.domain == schemas.DOMAIN)
+    (out / index.TENSORRT).write_bytes(model.SerializeToString(deterministic=True))
+    (out / index.TENSORRT_INFO).write_text(index.TensorRtForm(dict(nodes)).dumps(), encoding="utf-8")
 
 
 def compile_kernels(writer: BundleWriter, spec: ModelSpec, capabilities: Sequence[int], progress: Progress) -> None:

@@ -2,27 +2,49 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from mimo_edge.export.programs.step import Step
 from mimo_edge.kernels.int4_linear import variants as linear
 from mimo_edge.kernels.norm import variants as norm
 from mimo_edge.kernels.sparse_ffn import variants as sparse
 from mimo_edge.kernels.windowed_attention import variants as attention
-from mimo_edge.spec import GateSpec, TensorQuant
+from mimo_edge.spec import GateSpec, LayerSpec, TensorQuant
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The inputs that say which rows a layer evaluates. `ring` is the entry of ProgramSet.rings for its keys and
+    values, where that is not its kind of attention; `held` as windowed_attention's decode has it."""
+
+    positions: str = "positions"
+    lengths: str = "lengths"
+    counts: str = "counts"
+    ring: str | None = None
+    held: bool = False
 
 
 class Layer:
-    """Adds layer `i` to a step."""
+    """Adds the layer whose parameters begin with `prefix` to a step; its keys and values are PREFIX.k and PREFIX.v."""
 
-    def __init__(self, step: Step, i: int):
+    def __init__(self, step: Step, prefix: str, kinds: LayerSpec, rows: Rows | None = None):
         spec = step.spec
-        self._step, self._spec, self._i = step, spec, i
-        self._kind = spec.layers[i].attention
-        self._a, self._f = spec.attention_of(i), spec.ffn_of(i)
+        self._step, self._spec, self._prefix, self._rows = step, spec, prefix, rows or Rows()
+        self._kind = kinds.attention
+        self._a, self._f = spec.attention[kinds.attention], spec.ffn[kinds.ffn]
 
     def add(self) -> None:
         self._qkv()
         self._attention()
         self._behind("o", self._a.heads * self._a.v_head_dim, "attended", self._spec.quant.attention, "post_attn_norm")
+        self._feed_forward()
+
+    def add_keys(self) -> None:
+        """Of a long step, keys and values alone: what later rows need of these."""
+        self._qkv()
+        self._attention(attend=False)
+
+    def _feed_forward(self) -> None:
         if self._f.gate:
             self._gated(self._f.gate)
         else:
@@ -30,7 +52,7 @@ class Layer:
             self._behind("down", self._f.intermediate, "h", self._spec.quant.ffn, "post_ffn_norm")
 
     def _name(self, part: str) -> str:
-        return f"layers.{self._i}.{part}"
+        return f"{self._prefix}.{part}"
 
     def _normed(self) -> dict[str, str]:
         """Scratch for the rows behind a norm."""
@@ -51,14 +73,14 @@ class Layer:
             tuned = s.tuning.many(s.rows)
             s.add(linear.prefill(s.rows, n, hidden, quant, eps=eps, tuned=tuned, **names, **self._normed()))
 
-    def _attention(self) -> None:
-        s, a, kind = self._step, self._a, self._kind
-        ring = s.rings.get(kind)
+    def _attention(self, attend: bool = True) -> None:
+        s, a, kind, rows = self._step, self._a, self._kind, self._rows
+        ring = s.rings.get(rows.ring or kind)
         pool = attention.Pool(1, s.pages, 64) if ring is None else attention.Pool(1, 1, ring)
         where = {
-            "positions": "positions",
+            "positions": rows.positions,
             "sequences": "sequences",
-            "lengths": "lengths",
+            "lengths": rows.lengths,
             "table": "table.pages" if ring is None else "table.rings",
             "k_pool": self._name("k"),
             "v_pool": self._name("v"),
@@ -75,15 +97,16 @@ class Layer:
         eps, tuned = self._spec.norm_eps, s.tuning.attention
         if s.short:
             scratch = s.keep(attention.decode_scratch(s.rows, a, pool, tuned), f".{kind}")
-            s.add(attention.decode(s.rows, a, pool, eps, tuned=tuned, **names, **scratch))
+            s.add(attention.decode(s.rows, a, pool, eps, held=rows.held, tuned=tuned, **names, **scratch))
             return
         scratch = attention.prefill_scratch(s.rows, a)
         new = {n: b for n, b in scratch.items() if n.endswith("_new")}  # kept until commit, so of this layer alone
-        new = s.keep(new, f".{self._i}")
+        new = s.keep(new, f".{self._prefix}")
         shared = s.keep({n: b for n, b in scratch.items() if n not in new}, "")
-        s.add(attention.prefill(s.rows, a, pool, eps, tuned=tuned, **names, **shared, **new))
+        launches = attention.prefill(s.rows, a, pool, eps, held=rows.held, tuned=tuned, **names, **shared, **new)
+        s.add(launches if attend else launches[0])
         if ring is not None:
-            s.commit.append(attention.commit(s.rows, a, pool, counts="counts", **where, **new))
+            s.commit.append(attention.commit(s.rows, a, pool, counts=rows.counts, **where, **new))
 
     def _behind(self, part: str, k: int, x: str, quant: TensorQuant | None, post_norm: str) -> None:
         """The product that ends a half of the layer, and its way into the residual stream."""

@@ -3,6 +3,7 @@
     step.1, step.4      one token, or a token and its drafts: ends in logits and each row's best token
     step.16, .128, .512 pieces of a prompt: ends in hidden rows; `commit` stores the window layers' keys and values
     head.1, head.4      logits of hidden rows that were picked from a long step
+    heads.py            MTP heads: drafts, their verification, and rows that heads have missed
 
 Residual stream x float32 [T, hidden]; other activations float16. The order of launches in a layer:
 
@@ -17,16 +18,13 @@ from __future__ import annotations
 import math
 
 from mimo_edge.errors import UnsupportedError
-from mimo_edge.export.programs.layer import Layer
+from mimo_edge.export.programs.heads import head_inputs, head_pools, head_programs, head_rings, keep_hidden
+from mimo_edge.export.programs.model import best, body, logits
 from mimo_edge.export.programs.step import Step
 from mimo_edge.export.programs.tuning import Tuning
 from mimo_edge.export.programs.weights import device_weights
-from mimo_edge.kernels.int4_embedding import variants as embedding
-from mimo_edge.kernels.int4_linear import variants as linear
 from mimo_edge.kernels.launch import Buffer, Program
 from mimo_edge.kernels.programs import ProgramSet
-from mimo_edge.kernels.sampling import variants as sampling
-from mimo_edge.kernels.windowed_attention import variants as attention
 from mimo_edge.kv.windows import ring_slots
 from mimo_edge.spec import MAX_DRAFTS, ModelSpec
 
@@ -41,23 +39,29 @@ PREFILL_ROWS = (16, 128, 512)
 def lower(spec: ModelSpec, tuning: Tuning, prefill_rows: tuple[int, ...] = PREFILL_ROWS) -> ProgramSet:
     """Programs for one sequence a step. Raises UnsupportedError when the model has parts without kernels."""
     check_supported(spec)
+    longest = max(*DECODE_ROWS, *prefill_rows)
     rings = {k: ring_slots(a.window, SPARE, spec.max_context) for k, a in spec.attention.items() if a.window}
+    rings |= head_rings(spec, longest)
     pages = math.ceil(spec.max_context / PAGE)
     programs: dict[str, Program] = {}
-    buffers = device_weights(spec) | _inputs(max(*DECODE_ROWS, *prefill_rows), pages) | _pools(spec, rings)
+    buffers = device_weights(spec) | _inputs(longest, pages) | head_inputs(spec, longest)
+    buffers |= _pools(spec, rings) | head_pools(spec, rings, PAGE)
     for rows in DECODE_ROWS:
         step = Step(spec, tuning, rows, pages, rings)
-        _body(step)
-        _head(step, "x")
+        body(step)
+        keep_hidden(step)
+        _tokens(step, "x")
         programs[f"step.{rows}"] = step.program()
         head = Step(spec, tuning, rows, pages, rings)
         head.buffer("head_hidden", "fp32", (rows, spec.hidden_size))
-        _head(head, "head_hidden")
+        _tokens(head, "head_hidden")
         programs[f"head.{rows}"] = head.program()
     for rows in prefill_rows:
         step = Step(spec, tuning, rows, pages, rings)
-        _body(step)
+        body(step)
+        keep_hidden(step)
         programs[f"step.{rows}"] = step.program()
+    programs |= head_programs(spec, tuning, pages, rings, prefill_rows)
     for program in programs.values():
         for name, b in program.buffers.items():
             if name not in buffers or b.nbytes > buffers[name].nbytes:
@@ -74,9 +78,9 @@ def check_supported(spec: ModelSpec) -> None:
         if not ok:
             raise UnsupportedError(f"targets with a GPU do not support {what}: use --target cpu")
 
-    used = [(spec.attention_of(i), spec.ffn_of(i)) for i in range(len(spec.layers))]
-    need(not any(f.moe for _, f in used), "mixture-of-experts layers")
-    need(not spec.post_norms or not any(f.gate for _, f in used), "gates together with norms behind the feed-forward")
+    used = [spec.ffn_of(i) for i in range(len(spec.layers))] + ([spec.ffn[spec.mtp.ffn]] if spec.mtp else [])
+    need(not any(f.moe for f in used), "mixture-of-experts layers")
+    need(not spec.post_norms or not any(f.gate for f in used), "gates together with norms behind the feed-forward")
     head = "head" if spec.separate_head else "embedding"
     for kind in ("attention", "ffn", "embedding", head):
         need(spec.quant.of(kind) is not None, f"float weights ({kind}; give --bits)")
@@ -105,59 +109,7 @@ def _pools(spec: ModelSpec, rings: dict[str, int]) -> dict[str, Buffer]:
     return out
 
 
-def _body(s: Step) -> None:
-    """From tokens to the hidden rows x."""
-    spec = s.spec
-    assert spec.quant.embedding is not None
-    s.buffer("x", "fp32", (s.rows, spec.hidden_size), "output")
-    s.add(
-        embedding.embed(
-            s.rows,
-            spec.vocab_size,
-            spec.hidden_size,
-            spec.quant.embedding,
-            tokens="tokens",
-            w="embed",
-            y="x",
-            scale=spec.embed_scale,
-        )
-    )
-    for kind in dict.fromkeys(layer.attention for layer in spec.layers):
-        a = spec.attention[kind]
-        s.buffers[f"rotation.{kind}"] = attention.rotation_buffer(s.rows, a)
-        frequencies, out = f"frequencies.{kind}", f"rotation.{kind}"
-        s.add(attention.rotation(s.rows, a, positions="positions", frequencies=frequencies, out=out))
-    for i in range(len(spec.layers)):
-        Layer(s, i).add()
-
-
-def _head(s: Step, x: str) -> None:
+def _tokens(s: Step, x: str) -> None:
     """From hidden rows to logits float32 [T, vocab] and the best token of each row."""
-    spec = s.spec
-    w = "head" if spec.separate_head else "embed"
-    quant = spec.quant.head if spec.separate_head else spec.quant.embedding
-    assert quant is not None
-    n, k, tuned = spec.vocab_size, spec.hidden_size, s.tuning.product("head", spec.vocab_size, spec.hidden_size)
-    parts = linear.head_programs(n, tuned)
-    s.buffer("logits", "fp32", (s.rows, n), "output")
-    s.buffer("head.best", "fp32", (s.rows, parts))
-    s.buffer("head.ids", "i32", (s.rows, parts))
-    s.buffer("best", "i32", (s.rows,), "output")
-    s.add(
-        linear.decode_head(
-            s.rows,
-            n,
-            k,
-            quant,
-            x=x,
-            w=w,
-            y="logits",
-            best="head.best",
-            best_index="head.ids",
-            norm="norm",
-            normed=s.buffer("normed", "fp16", (s.rows, k)),
-            eps=spec.norm_eps,
-            tuned=tuned,
-        )
-    )
-    s.add(sampling.best(s.rows, parts, values="head.best", ids="head.ids", tokens="best"))
+    logits(s, x, s.rows)
+    best(s, s.rows, s.buffer("best", "i32", (s.rows,), "output"))

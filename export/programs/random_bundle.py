@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from mimo_edge.bundle import TOKENIZER, WEIGHTS, Bundle, BundleWriter
 from mimo_edge.export.programs.bundle import Progress, compile_kernels, device_bytes
 from mimo_edge.export.programs.lower import check_supported
-from mimo_edge.export.programs.weights import device_params, frequencies, lay_out, stacked
+from mimo_edge.export.programs.weights import frequencies, lay_out, stacked
 from mimo_edge.kernels import index
 from mimo_edge.kernels.int4_linear import layout
+from mimo_edge.params import parameters
 from mimo_edge.spec import ModelSpec, QuantSpec, TensorQuant
 
 _BLOCK = 64 << 20
@@ -44,7 +45,7 @@ def _write(spec: ModelSpec, data: Path, places_file: Path, seed: int) -> None:
     block = np.frombuffer(rng.bytes(_BLOCK), np.uint8)
     places, _ = lay_out(spec)
     with data.open("wb") as file:
-        for p in device_params(spec):
+        for p in parameters(spec):
             quant = spec.quant.of(p.kind)
             if quant is None:
                 norm = len(p.shape) == 1 and p.name.endswith("norm")

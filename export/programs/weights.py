@@ -25,16 +25,11 @@ _ALIGN = 256
 _PARTS = ("q", "scales", "zeros")
 
 
-def device_params(spec: ModelSpec) -> list[Param]:
-    """What the main model reads; MTP heads have no programs yet."""
-    return [p for p in parameters(spec) if not p.name.startswith("mtp.")]
-
-
 def device_weights(spec: ModelSpec) -> dict[str, Buffer]:
     """Weight buffers by name: NAME of a float parameter, NAME.q, .scales and .zeros of a quantised one, and
     frequencies.KIND, the rotary frequencies of an attention kind."""
     out = {}
-    for p in device_params(spec):
+    for p in parameters(spec):
         quant = spec.quant.of(p.kind)
         if quant is None:
             out[p.name] = Buffer("fp32", p.shape, "weight")
@@ -74,7 +69,7 @@ def write_device_weights(
 
 def _pieces(spec: ModelSpec, tensors: dict[str, NDArray]) -> Iterator[tuple[str, int, NDArray]]:
     """(buffer, byte offset in it, values) of everything that `device_weights` names."""
-    for p in device_params(spec):
+    for p in parameters(spec):
         quant = spec.quant.of(p.kind)
         if quant is None:
             yield p.name, 0, tensors[p.name]
@@ -91,9 +86,10 @@ def _pieces(spec: ModelSpec, tensors: dict[str, NDArray]) -> Iterator[tuple[str,
 
 
 def frequencies(spec: ModelSpec) -> dict[str, NDArray[np.float32]]:
-    """Rotary frequencies by buffer, for each kind of attention that layers use."""
+    """Rotary frequencies by buffer, for each kind of attention that layers and heads use."""
     out = {}
-    for kind in dict.fromkeys(layer.attention for layer in spec.layers):
+    heads = [spec.mtp.attention] if spec.mtp else []
+    for kind in dict.fromkeys([*(layer.attention for layer in spec.layers), *heads]):
         a = spec.attention[kind]
         out[f"frequencies.{kind}"] = rope_frequencies(a).numpy() if a.rotary_dim else np.zeros(1, np.float32)
     return out

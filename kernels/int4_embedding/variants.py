@@ -9,12 +9,22 @@ _COLUMNS = 1024  # a program
 
 
 def embed(
-    rows: int, n: int, k: int, quant: TensorQuant, *, tokens: str, w: str, y: str, scale: float = 1.0
+    rows: int,
+    n: int,
+    k: int,
+    quant: TensorQuant,
+    *,
+    tokens: str,
+    w: str,
+    y: str,
+    scale: float = 1.0,
+    first: int = 0,
 ) -> tuple[Launch, ...]:
-    """y float32 [rows, k] = table[tokens int32 [rows]] * scale. Tokens outside 0..n-1 give a row of 0."""
+    """y float32 [rows, k] = table[tokens int32, `rows` of them from `first` on] * scale. Tokens outside 0..n-1 give a
+    row of 0."""
     variant = Variant(
         "int4_embedding.embed",
-        {"tokens": "*i32", "q": "*i32", "scales": "*fp16", "zeros": "*u8", "y": "*fp32"},
+        {"tokens": "*i32", "q": "*i32", "scales": "*fp16", "zeros": "*u8", "y": "*fp32", "first": "i32"},
         {"N": n, "K": k, "G": quant.group, "BITS": quant.bits, "SCALE": scale, "KB": _COLUMNS},
     )
     args: dict[str, str | int | float] = {
@@ -23,5 +33,6 @@ def embed(
         "scales": f"{w}.scales",
         "zeros": f"{w}.zeros",
         "y": y,
+        "first": first,
     }
     return (Launch(variant, (rows, -(-k // _COLUMNS), 1), args),)

@@ -177,11 +177,11 @@ def gate_up(
 
 @triton.jit
 def norm_ahead(
-    x, norm, q, y,
+    x, norm, q, y, first,
     T: tl.constexpr, K: tl.constexpr, EPS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr,
     AHEAD: tl.constexpr, SHARE: tl.constexpr, LINE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y float16 [T, K] = x / rms(x) * norm, x float32 [T, K]: programs 0 to T - 1, one a row.
+    """y float16 [T, K] = x / rms(x) * norm, x float32 [T, K] behind the first rows: programs 0 to T - 1, one a row.
 
     The programs behind them ask for the first AHEAD of each tile's TILE words of q, the weights that are read next, to
     be brought to the L2 cache: memory has nothing else to do meanwhile. They take SHARE lines of LINE words each."""
@@ -190,7 +190,7 @@ def norm_ahead(
         if PDL:
             gdc_wait()
         c = tl.arange(0, COLUMNS)
-        v = tl.load(x + pid * K + c, mask=c < K, other=0.0)
+        v = tl.load(x + (first + pid) * K + c, mask=c < K, other=0.0)
         v = v * tl.rsqrt(tl.sum(v * v) / K + EPS) * tl.load(norm + c, mask=c < K, other=0.0)
         tl.store(y + pid * K + c, finite16(v), mask=c < K)
         if PDL:

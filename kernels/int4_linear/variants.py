@@ -120,12 +120,13 @@ def decode_head(
     norm: str | None = None,
     normed: str | None = None,
     eps: float = 0.0,
+    first: int = 0,
     tuned: Tuned | None = None,
 ) -> tuple[Launch, ...]:
     """Logits y float32 [rows, n], and each program's largest: best float32 and best_index int32, both [rows,
-    head_programs(n, tuned)], the lower index at ties."""
+    head_programs(n, tuned)], the lower index at ties. With `norm`, of the rows of x from `first` on."""
     cut = tuned or Tuned()
-    before, x = _norm_ahead(rows, k, x, norm, normed, eps, w, tiles(n), quant, cut)
+    before, x = _norm_ahead(rows, k, x, norm, normed, eps, w, tiles(n), quant, cut, first)
     types = {"x": "*fp16", **_WEIGHTS, "y": "*fp32", "best": "*fp32", "best_index": "*i32"}
     variant = Variant("int4_linear.head", types, _sizes(rows, n, k, quant, cut), cut.warps, cut.stages)
     args: Operands = {"x": x, **weights(w), "y": y, "best": best, "best_index": best_index}
@@ -249,6 +250,7 @@ def _norm_ahead(
     tile_count: int,
     quant: TensorQuant,
     cut: Tuned,
+    first: int = 0,
 ) -> tuple[tuple[Launch, ...], str]:
     """As `_norm`, in a kernel whose other programs prefetch the product's weights."""
     if norm is None or normed is None:
@@ -267,10 +269,11 @@ def _norm_ahead(
         "LINE": _LINE,
         "PDL": cut.overlap,
     }
-    types = {"x": "*fp32", "norm": "*fp32", "q": "*i32", "y": "*fp16"}
+    types = {"x": "*fp32", "norm": "*fp32", "q": "*i32", "y": "*fp16", "first": "i32"}
     variant = Variant("int4_linear.norm_ahead", types, constants, min(8, max(1, columns // 128)), 1)
     programs = rows + -(-tile_count * (ahead // _LINE) // _SHARE)
-    return (Launch(variant, (programs, 1, 1), {"x": x, "norm": norm, "q": f"{w}.q", "y": normed}),), normed
+    args: Operands = {"x": x, "norm": norm, "q": f"{w}.q", "y": normed, "first": first}
+    return (Launch(variant, (programs, 1, 1), args),), normed
 
 
 def _type(operand: str | None) -> str:

@@ -29,14 +29,14 @@ def chunk_best(logits, values, ids, VOCAB: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def best(values, ids, tokens, PARTS: tl.constexpr, PADDED: tl.constexpr):
-    """Grid [rows]: the id of the best part, the lowest among equals; -1 when the best is not finite."""
+def best(values, ids, tokens, first, PARTS: tl.constexpr, PADDED: tl.constexpr):
+    """Grid [rows]: tokens[first + row] = id of the best part, the lowest among equals; -1 when it is not finite."""
     row, i = tl.program_id(0), tl.arange(0, PADDED)
     x = tl.load(values + row * PARTS + i, mask=i < PARTS, other=-float("inf"))
     bad = tl.max((x != x).to(tl.int32), axis=0) > 0
     top = tl.max(tl.where(x != x, -float("inf"), x), axis=0)
     id = tl.min(tl.where(x == top, tl.load(ids + row * PARTS + i, mask=i < PARTS, other=0), 2**31 - 1), axis=0)
-    tl.store(tokens + row, tl.where(bad | (tl.abs(top) == float("inf")), -1, id))
+    tl.store(tokens + first + row, tl.where(bad | (tl.abs(top) == float("inf")), -1, id))
 
 
 @triton.jit
@@ -194,11 +194,10 @@ def _gumbel(low, high, position, ids):
 
 @triton.jit
 def perturb(
-    logits, limits, positions, sequences, floats, integers, values, ids, VOCAB: tl.constexpr, CHUNK: tl.constexpr
+    logits, limits, positions, sequences, floats, integers, values, ids, first, VOCAB: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """Grid [rows, PARTS]: each chunk's best (logit - highest) / temperature + noise of the next position; NaN as above.
-
-    At temperature 0 each chunk's best logit."""
+    """Grid [rows, PARTS]: each chunk's best (logit - highest) / temperature + noise behind positions[first + row]; NaN
+    as above. At temperature 0 each chunk's best logit."""
     row, part = tl.program_id(0), tl.program_id(1)
     at = part * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits + row.to(tl.int64) * VOCAB + at, mask=at < VOCAB, other=-float("inf"))
@@ -209,7 +208,7 @@ def perturb(
     if temperature > 0:
         highest, limit = tl.load(limits + row * 2), tl.load(limits + row * 2 + 1)
         low, high = tl.load(integers + sequence * 3 + 1), tl.load(integers + sequence * 3 + 2)
-        noise = _gumbel(low, high, tl.load(positions + row) + 1, at)
+        noise = _gumbel(low, high, tl.load(positions + first + row) + 1, at)
         below = x - highest
         bad |= below != below  # the highest is infinite
         score = tl.where(score >= limit, below / temperature + noise, -float("inf"))
@@ -217,13 +216,14 @@ def perturb(
 
 
 @triton.jit
-def accept(tokens, sampled, positions, sequences, out, ROWS: tl.constexpr, PADDED: tl.constexpr):
-    """Grid [sequences]: out [sequences, 2] = accepted drafts and the next token; a draft is the next row's token."""
+def accept(tokens, sampled, positions, sequences, out, first, at, ROWS: tl.constexpr, PADDED: tl.constexpr):
+    """Grid [sequences]: out [sequences, 2] = accepted drafts and the next token; a draft is the next row's token. Rows'
+    tokens begin at tokens[first], their samples at sampled[at]."""
     sequence, t = tl.program_id(0), tl.arange(0, PADDED)
     used = tl.load(positions + t, mask=t < ROWS, other=-1) >= 0
     mine = used & (tl.load(sequences + t, mask=t < ROWS, other=-1) == sequence)
     rank = tl.cumsum(mine.to(tl.int32), axis=0) - 1
-    token, choice = tl.load(tokens + t, mask=mine, other=-1), tl.load(sampled + t, mask=mine, other=-1)
+    token, choice = tl.load(tokens + first + t, mask=mine, other=-1), tl.load(sampled + at + t, mask=mine, other=-1)
     follows = mine[None, :] & (rank[None, :] == rank[:, None] + 1)
     holds = tl.sum((follows & (token[None, :] == choice[:, None])).to(tl.int32), axis=1) > 0
     count = tl.min(tl.where(mine & (holds == 0), rank, PADDED), axis=0)

@@ -75,7 +75,7 @@ def prefill(
     q, k_new, v_new, k_pool, v_pool, positions, sequences, lengths, table, sinks, y,
     ROWS: tl.constexpr, SEQUENCES: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr, SINKS: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, KEYS: tl.constexpr, WHOLE: tl.constexpr,
+    HELD: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, KEYS: tl.constexpr, WHOLE: tl.constexpr,
     TILE_ROWS: tl.constexpr, M: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
 ):  # fmt: skip
     """Grid [ceil(ROWS / TILE_ROWS), KV_HEADS]. With WINDOW new rows come from k_new and v_new, else from the pool."""
@@ -105,6 +105,8 @@ def prefill(
             end = n
             first = tl.min(tl.where(mine, position, FAR), axis=0)
             low = tl.maximum(tl.maximum(n - BLOCK * BLOCKS, first - WINDOW + 1), 0)
+        if HELD:
+            low = tl.maximum(low, tl.load(lengths + SEQUENCES + sequence))
         start = low // KEYS * KEYS if WHOLE else low
         acc, peak, total = attend_past(
             queries, mine, position, start, low, end, 0, 1, k_pool + head * D, v_pool + head * DV,

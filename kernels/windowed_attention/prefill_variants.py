@@ -41,6 +41,7 @@ def prefill(
     sinks: str | None = None,
     q_norm: str | None = None,
     k_norm: str | None = None,
+    held: bool = False,
     tuned: Tuning = DEFAULT,
 ) -> tuple[Launch, Launch]:
     """As decode, for any number of rows. A sequence's rows lie together and their positions go up from its length.
@@ -66,7 +67,7 @@ def prefill(
     )
     lines = max(tuned.prefill_queries, power(group(a)))
     attend = launch(
-        _prefill(rows, a, pool, lines, tuned),
+        _prefill(rows, a, pool, lines, held, tuned),
         (math.ceil(rows / (lines // group(a))), a.kv_heads, 1),
         q=q,
         k_new=k_out,
@@ -83,11 +84,12 @@ def prefill(
     return store, attend
 
 
-def _prefill(rows: int, a: AttentionSpec, pool: Pool, lines: int, tuned: Tuning) -> Variant:
+def _prefill(rows: int, a: AttentionSpec, pool: Pool, lines: int, held: bool, tuned: Tuning) -> Variant:
     constants: dict[str, Value] = {
         "ROWS": rows,
         "SEQUENCES": pool.sequences,
         **attention(a),
+        "HELD": held,
         **blocks(pool, keys_of(a, tuned.prefill_keys, tuned.prefill_stages)),
         "TILE_ROWS": lines // group(a),
         "M": lines,

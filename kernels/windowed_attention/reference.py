@@ -46,6 +46,7 @@ def windowed_attention(
     sinks: Tensor | None = None,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
+    first_held: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns (y [T, heads * v_head_dim], k_pool and v_pool with this step's rows); the pools given are not changed.
 
@@ -53,6 +54,7 @@ def windowed_attention(
     0 and nothing is stored) and sequences int [T]; lengths int [B]; table int [B, N]; frequencies float32
     [rotary_dim / 2]; sinks [heads]; norms [head_dim]. Computes in float32 and returns the dtypes of qkv and the pools;
     new keys and values are rounded to the pools' dtype before any row reads them, so chunking changes no result.
+    With first_held int [B], committed rows in front of it count as if there were none.
     """
     q, k, v = _rows(shape, qkv.float(), positions, frequencies, q_norm, k_norm)
     k, v = k.to(k_pool.dtype), v.to(v_pool.dtype)
@@ -61,7 +63,8 @@ def windowed_attention(
     for s, n in enumerate(lengths.tolist()):
         rows = ((sequences == s) & (positions >= 0)).nonzero().flatten()
         capacity = table.shape[1] * k_pool.shape[1]
-        held = torch.arange(max(0, n - capacity), n)
+        since = 0 if first_held is None else min(n, int(first_held[s]))
+        held = torch.arange(max(since, n - capacity), n)
         slots = _slots(held, table[s], k_pool.shape[1])
         keys = torch.cat([k_pool.flatten(0, 1)[slots], k[rows]]).float()
         values = torch.cat([v_pool.flatten(0, 1)[slots], v[rows]]).float()

@@ -47,7 +47,7 @@ def decode(
     ROWS: tl.constexpr, OWN: tl.constexpr, SEQUENCES: tl.constexpr,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, HALF: tl.constexpr,
     WINDOW: tl.constexpr, SCALE: tl.constexpr, VALUE_SCALE: tl.constexpr, EPS: tl.constexpr,
-    SINKS: tl.constexpr, NORMS: tl.constexpr,
+    SINKS: tl.constexpr, NORMS: tl.constexpr, HELD: tl.constexpr,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, KEYS: tl.constexpr, WHOLE: tl.constexpr,
     SPLITS: tl.constexpr, LINES: tl.constexpr,
     M: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, PADDED: tl.constexpr,
@@ -76,6 +76,8 @@ def decode(
     low = 0
     if WINDOW:
         low = tl.maximum(tl.maximum(n - BLOCK * BLOCKS, first - WINDOW + 1), 0)
+    if HELD:
+        low = tl.maximum(low, tl.load(lengths + SEQUENCES + sequence))
     start = low // KEYS * KEYS if WHOLE else low
     tiles = tl.cdiv(tl.maximum(n - start, 0), KEYS)
     used = tl.minimum(tiles, SPLITS - 1) + 1

@@ -77,10 +77,13 @@ def decode(
     sinks: str | None = None,
     q_norm: str | None = None,
     k_norm: str | None = None,
+    held: bool = False,
     tuned: Tuning = DEFAULT,
 ) -> Launch:
     """y fp16 [rows, heads * v_head_dim]; the other buffers are those of reference.windowed_attention, with float16
-    qkv and pools, int32 indices, float32 sinks and norms. `parts` and `counters` come from decode_scratch."""
+    qkv and pools, int32 indices, float32 sinks and norms. `parts` and `counters` come from decode_scratch.
+
+    With `held`, lengths is [2, B]: behind the committed lengths come the first positions that count as committed."""
     _check_ring(rows, a, pool)
     own, keys, splits = _own(rows, pool), keys_of(a, tuned.keys, tuned.stages), _splits(rows, a, pool, tuned)
     lines = own * group(a)
@@ -93,6 +96,7 @@ def decode(
         "VALUE_SCALE": a.value_scale,
         "EPS": eps,
         "NORMS": q_norm is not None,
+        "HELD": held,
         **blocks(pool, keys),
         "SPLITS": splits,
         "LINES": min(16, power(lines, 1)),

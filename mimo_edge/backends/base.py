@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mimo_edge.kv.layout import KvLayout, SequenceSlots
+from mimo_edge.request import SamplingParams
 
-__all__ = ["Backend", "DraftHeads", "RowCopies", "SequenceSlots", "Step", "StepOutput"]
+__all__ = ["Backend", "DraftHeads", "DraftRounds", "Round", "RowCopies", "SequenceSlots", "Step", "StepOutput"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Backend(Protocol):
 
     A backend may also have `chunk`, the most rows of a step that it is quick at, `element_bytes`, the size of a cached
     element where that is not float32, and `best(step)`, a run of at most MAX_DRAFTS + 1 rows that returns int64 [T],
-    the best token behind each row (-1: logits are not finite).
+    the best token behind each row (-1: logits are not finite). With `writes_in_run` a run of so few rows stores them in
+    rings at once, over older rows than any later run sees; going back further is then limited (kv/sequence.py).
 
     `run` reads committed rows and changes nothing that a later run could see, so dropping its result is an abort.
     `commit(accepted)` stores the first `accepted[j]` rows of the last run's step j (0 = none) and must follow a run.
@@ -73,6 +75,36 @@ class DraftHeads(Protocol):
         as its window goes; older ones count as if there were none. Heads of a chained spec are called in order for the
         same rows. Not called between a run and its commit.
         """
+
+
+@dataclass(frozen=True)
+class Round:
+    """`drafts` tokens from as many heads, and their verification, behind `length` = n rows of one sequence.
+
+    tokens: int64 [min(n, K) + 1], the newest that are known: t_{n-K} .. t_n, the last one pending (K = MAX_DRAFTS).
+    Each of these heads has evaluated its rows [held, n-K-1) with the text's tokens and evaluates the next K+1 in the
+    round. `sampling` has no repetition penalty: drafts and tokens are sampled by it with the noise of their positions.
+    """
+
+    slots: SequenceSlots
+    length: int
+    tokens: NDArray[np.int64]
+    drafts: int
+    held: int
+    sampling: SamplingParams
+
+
+@runtime_checkable
+class DraftRounds(Protocol):
+    """What a backend has beside DraftHeads if it can draft, verify and accept in one call, no logits in between."""
+
+    def round(self, asked: Round) -> NDArray[np.int64]:
+        """A run of the pending token's row and `drafts` more. Returns the tokens that follow, int64 [1 + accepted
+        drafts]: the accepted ones, then the one sampled behind them; -1 where logits are not finite. `commit` follows,
+        with at most as many rows."""
+
+    def catch_up(self, slots: SequenceSlots, head: int, held: int, start: int, tokens: NDArray[np.int64]) -> None:
+        """As DraftHeads.draft, without logits: rows that a head lacks before a round, T >= 0."""
 
 
 @runtime_checkable

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mimo_edge.backends.base import SequenceSlots, Step, StepOutput
+from mimo_edge.backends.base import Round, SequenceSlots, Step, StepOutput
 from mimo_edge.backends.cuda_array import DeviceArray, device_array
 from mimo_edge.backends.cuda_driver import Driver, OutOfMemoryError
+from mimo_edge.backends.cuda_heads import Heads
 from mimo_edge.backends.cuda_kernels import Kernels, choose
 from mimo_edge.backends.cuda_memory import Arena, read_places, stream
 from mimo_edge.backends.cuda_rows import pieces
@@ -25,7 +26,7 @@ from mimo_edge.bundle import Bundle
 from mimo_edge.errors import BadInputError, MimoEdgeError
 from mimo_edge.kernels.index import PROGRAMS, WEIGHTS, WEIGHTS_INDEX, KernelIndex, folder
 from mimo_edge.kernels.programs import ProgramSet
-from mimo_edge.kv.layout import KvLayout
+from mimo_edge.kv.layout import HIDDEN_ROWS, KvLayout
 from mimo_edge.spec import ModelSpec
 
 
@@ -42,6 +43,7 @@ class CudaBackend:
 
     name = "cuda"
     element_bytes = 2  # float16 keys and values
+    writes_in_run = True
 
     def __init__(self, bundle: Bundle, driver: Driver, index: KernelIndex, ptx: bool):
         """Checks the kernels, loads them and the weights. `open` is the usual way in; `close` closes the driver."""
@@ -53,6 +55,7 @@ class CudaBackend:
         self.programs = ProgramSet.loads(path.read_bytes(), str(path))
         self._arenas: dict[str, Arena] = {}
         self._steps: Steps | None = None
+        self._heads: Heads | None = None
         self._pending: list[tuple[str, NDArray[np.uint8]]] = []
         self._kernels = Kernels(driver, bundle, index, ptx, self.programs.variants())
         try:
@@ -80,6 +83,11 @@ class CudaBackend:
         """The most rows of a step."""
         return max(p.rows for name, p in self.programs.programs.items() if name.startswith("step."))
 
+    @property
+    def heads(self) -> int:
+        """MTP heads that the bundle's programs have; bundles of earlier versions have none."""
+        return self.programs.heads
+
     def allocate(self, layout: KvLayout) -> None:
         """Pools, inputs and scratch; then captures every program. Raises MimoEdgeError when memory runs out."""
         self.driver.enter()
@@ -87,10 +95,12 @@ class CudaBackend:
         self._release()
         self._layout = layout
         many = {"step": 1, "page": layout.pages, "ring": layout.sequences}
+        programs = self.programs.with_heads(layout.heads)
         for part in PARTS:
-            buffers = {n: b for n, b in self.programs.buffers.items() if part_of(b) == part}
+            buffers = {n: b for n, b in programs.buffers.items() if part_of(b) == part}
             self._arenas[part] = self._arena(part, {n: b.nbytes * many[b.per] for n, b in buffers.items()})
-        self._steps = Steps(self.driver, self.programs, self._kernels, self._arenas)
+        self._steps = self._make_steps(programs)
+        self._heads = Heads(self._steps, layout.heads) if layout.heads else None
 
     def run(self, steps: Sequence[Step]) -> list[StepOutput]:
         if sum(len(s.tokens) > SHORT for s in steps) > 1:
@@ -129,6 +139,25 @@ class CudaBackend:
         self._pending = [pending]
         return tokens[: len(step.tokens)].astype(np.int64)
 
+    def draft(
+        self, slots: SequenceSlots, head: int, held: int, start: int, tokens: NDArray[np.int64]
+    ) -> NDArray[np.float32]:
+        return self._drafting().draft(slots, head, held, start, tokens)
+
+    def catch_up(self, slots: SequenceSlots, head: int, held: int, start: int, tokens: NDArray[np.int64]) -> None:
+        self._drafting().catch_up(slots, head, held, start, tokens)
+
+    def round(self, asked: Round) -> NDArray[np.int64]:
+        """As base.DraftRounds: one copy in, one graph, one copy of six integers out."""
+        heads = self._drafting()
+        began = time.perf_counter()
+        heads.queue_round(asked)
+        queued = time.perf_counter()
+        tokens = heads.take_round()
+        self.last_step = HostTime(queued - began, time.perf_counter() - began)
+        self._pending = [("round", np.empty(0, np.uint8))]
+        return tokens
+
     def head(self, hidden: Any) -> NDArray[np.float32]:
         """Logits float32 [M, vocab] of hidden rows float32 [M, hidden] in device memory, any library's array.
 
@@ -159,7 +188,7 @@ class CudaBackend:
 
     @property
     def hidden(self) -> DeviceArray:
-        """float32 [rows, hidden] on the device: the last step's rows before the final norm, until the next run."""
+        """float32 [rows, hidden] on the device: the last step's rows before the final norm, until a run or draft."""
         return self._array("x")
 
     @property
@@ -186,6 +215,15 @@ class CudaBackend:
         self.driver.enter()
         self._pending = []
         return work
+
+    def _make_steps(self, programs: ProgramSet) -> Steps:
+        return Steps(self.driver, programs, self._kernels, self._arenas)
+
+    def _drafting(self) -> Heads:
+        self._enter()
+        if self._heads is None:
+            raise MimoEdgeError("backend cuda: the layout that was allocated has no MTP heads")
+        return self._heads
 
     def _ready(self) -> Steps:
         if self._steps is None:
@@ -219,6 +257,13 @@ class CudaBackend:
                 f"the kernels are for pages of {p.page_size} and a context of {p.page_size * p.pages} tokens, "
                 f"not {layout.page_size} and {layout.context}: export the model again"
             )
+        if layout.heads > p.heads:
+            raise MimoEdgeError(f"the kernels are for {p.heads} MTP heads, not {layout.heads}: export the model again")
+        if layout.heads and p.rings[HIDDEN_ROWS] < min(layout.context, layout.rings[HIDDEN_ROWS] + SHORT):
+            raise MimoEdgeError(
+                f"the kernels keep {p.rings[HIDDEN_ROWS]} hidden states, not {layout.rings[HIDDEN_ROWS] + SHORT}: "
+                f"evaluate at most {self.chunk} rows a step"
+            )
 
     def _array(self, name: str) -> DeviceArray:
         b = self.programs.buffers[name]
@@ -228,7 +273,7 @@ class CudaBackend:
         """Everything that `allocate` took."""
         if self._steps:
             self._steps.close()
-        self._steps, self._pending = None, []
+        self._steps, self._heads, self._pending = None, None, []
         self._close_arenas(*PARTS)
 
     def _close_arenas(self, *parts: str) -> None:

@@ -63,6 +63,11 @@ class Driver:
         """Makes the context current in this thread."""
         self._call(self._api.cuCtxSetCurrent, self._context)
 
+    @property
+    def integrated(self) -> bool:
+        """Whether the GPU shares the machine's memory, as on a Jetson."""
+        return bool(self._attribute(self._api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_INTEGRATED))
+
     def memory(self) -> tuple[int, int]:
         """(free, total) bytes of the device."""
         free, total = self._call(self._api.cuMemGetInfo)

@@ -85,6 +85,9 @@ class Kernels:
             self.close()
             raise
 
+    def has(self, launch: Launch) -> bool:
+        return launch.variant.key in self._functions
+
     def prepare(self, launch: Launch, address: dict[str, int]) -> Callable[[], None]:
         """A call that queues the launch, with buffers' names replaced by addresses."""
         entry = self._index.kernels[launch.variant.key]

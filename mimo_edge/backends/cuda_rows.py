@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from mimo_edge.backends import host_rows
 from mimo_edge.backends.base import SequenceSlots
 from mimo_edge.kernels.programs import ProgramSet
-from mimo_edge.kv.layout import KvLayout
+from mimo_edge.kv.layout import HEAD_ROWS, HIDDEN_ROWS, KvLayout
 
 
 def pieces(
@@ -27,16 +27,23 @@ def pieces(
     RowCopies. A part is contiguous on both sides."""
     stretches = _stretches(programs, layout, slots, kind, first, last)
     at = 0
-    for i, layer in enumerate(layout.spec.layers):
-        if layer.attention != kind:
-            continue
-        for name in (f"layers.{i}.k", f"layers.{i}.v"):
-            b = programs.buffers[name]
-            size = b.nbytes // b.shape[1]  # of a row
-            for slot, row, count in stretches:
-                yield name, slot * size, rows[at + row * size : at + (row + count) * size]
-            at += (last - first) * size
+    for name in _pools(layout, kind):
+        b = programs.buffers[name]
+        size = b.nbytes // b.shape[1]  # of a row
+        for slot, row, count in stretches:
+            yield name, slot * size, rows[at + row * size : at + (row + count) * size]
+        at += (last - first) * size
     assert at == rows.nbytes, f"{rows.nbytes} bytes for rows of {at}"
+
+
+def _pools(layout: KvLayout, kind: str) -> list[str]:
+    if kind == HIDDEN_ROWS:
+        return ["mtp.hidden"]
+    if kind == HEAD_ROWS:
+        layers = [f"mtp.{m}.layer" for m in range(layout.heads)]
+    else:
+        layers = [f"layers.{i}" for i, layer in enumerate(layout.spec.layers) if layer.attention == kind]
+    return [f"{layer}.{part}" for layer in layers for part in ("k", "v")]
 
 
 def _stretches(

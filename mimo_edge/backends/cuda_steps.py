@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mimo_edge.backends.base import Step
+from mimo_edge.backends.base import SequenceSlots, Step
 from mimo_edge.backends.cuda_driver import Driver
 from mimo_edge.backends.cuda_kernels import Kernels
 from mimo_edge.backends.cuda_memory import Arena
@@ -39,7 +39,7 @@ class Steps:
     """Captured programs over the given arenas ("weights" and PARTS). Owns its graphs and page-locked memory."""
 
     def __init__(self, driver: Driver, programs: ProgramSet, kernels: Kernels, arenas: dict[str, Arena]):
-        self._driver, self.programs, self._arenas = driver, programs, arenas
+        self._driver, self.programs, self._kernels, self._arenas = driver, programs, kernels, arenas
         self._address = {name: at for arena in arenas.values() for name, at in arena.address.items()}
         self._graphs: dict[str, Any] = {}
         self._pinned: list[NDArray] = []
@@ -47,9 +47,10 @@ class Steps:
             self._make_host_buffers()
             self._fill()
             for name, program in programs.programs.items():
-                self._graphs[name] = self._capture(kernels, program.launches)
+                if name.startswith(("step.", "head.")):
+                    self.capture(name, name)
                 if program.commit:
-                    self._graphs[f"{name}.commit"] = self._capture(kernels, program.commit)
+                    self._graphs[f"{name}.commit"] = self._capture(program.commit)
         except MimoEdgeError:
             self.close()
             raise
@@ -71,23 +72,45 @@ class Steps:
     def queue(self, step: Step) -> tuple[str, NDArray[np.uint8]]:
         """Queues a step's inputs and program; returns the program's name and the inputs, for `commit`."""
         name = self.program(len(step.tokens))
-        self._set_inputs(step, self.programs.programs[name].rows)
-        self._driver.upload(self._inputs_at, self._input_bytes)
-        self._driver.replay(self._graphs[name])
+        rows = self.programs.programs[name].rows
+        self.set_rows(step.slots, step.start, len(step.tokens), rows)
+        self.inputs["tokens"][: len(step.tokens)], self.inputs["tokens"][len(step.tokens) : rows] = step.tokens, 0
+        self.replay(name)
         return name, self._input_bytes.copy()
 
     def commit(self, name: str, inputs: NDArray[np.uint8], rows: int) -> None:
         """Stores the first rows of a queued step, unless the step did so itself."""
         if rows and f"{name}.commit" in self._graphs:
             self._input_bytes[:] = inputs
-            self._inputs["counts"][:] = rows
-            self._driver.upload(self._inputs_at, self._input_bytes)
-            self._driver.replay(self._graphs[f"{name}.commit"])
+            self.inputs["counts"][:] = rows
+            self.replay(f"{name}.commit")
             self._driver.sync()  # the mirror may be written again
+
+    def capture(self, name: str, *programs: str) -> None:
+        """Captures programs, one behind the other, as the graph `name`."""
+        self._graphs[name] = self._capture([x for p in programs for x in self.programs.programs[p].launches])
+
+    def replay(self, name: str) -> None:
+        """Queues the inputs and a graph; the inputs stay as they are until that is done."""
+        self._driver.upload(self._inputs_at, self._input_bytes)
+        self._driver.replay(self._graphs[name])
+
+    def fetch(self, to: NDArray, name: str) -> None:
+        """Queues the copy of a buffer into an array that `host` made."""
+        self._driver.download(to, self.address(name))
+
+    def sync(self) -> None:
+        self._driver.sync()
+
+    def first_logits(self) -> NDArray[np.float32]:
+        """float32 [vocab] of the first row that a queued graph leaves, valid until the next; waits for it."""
+        self.fetch(self._host_logits[:1], "logits")
+        self.sync()
+        return self._host_logits[0]
 
     def queue_best(self) -> NDArray[np.int32]:
         """Queues the copy of a short step's best tokens into the array returned, int32 [4]."""
-        self._driver.download(self._host_best, self.address("best"))
+        self.fetch(self._host_best, "best")
         return self._host_best
 
     def logits(self, step: Step, name: str) -> NDArray[np.float32]:
@@ -126,27 +149,34 @@ class Steps:
             self._driver.unpin(array)
         self._graphs, self._pinned = {}, []
 
-    def _set_inputs(self, step: Step, rows: int) -> None:
-        """Fills the mirror. Raises MimoEdgeError when rows do not fit into the sequence's pages."""
-        count, pages, inputs = len(step.tokens), step.slots.pages, self._inputs
-        if step.start + count > len(pages) * self.programs.page_size:
-            raise MimoEdgeError(f"rows up to {step.start + count} do not fit into {len(pages)} pages")
-        inputs["tokens"][:count], inputs["tokens"][count:rows] = step.tokens, 0
-        inputs["positions"][:count], inputs["positions"][count:rows] = np.arange(step.start, step.start + count), -1
-        inputs["lengths"][0] = step.start
-        inputs["table.pages"][0, : len(pages)] = pages
-        inputs["table.rings"][0, 0] = step.slots.ring
+    def set_place(self, slots: SequenceSlots) -> None:
+        """Where the sequence of the next graph lies."""
+        self.inputs["table.pages"][0, : len(slots.pages)] = slots.pages
+        self.inputs["table.rings"][0, 0] = slots.ring
+
+    def set_rows(self, slots: SequenceSlots, start: int, count: int, rows: int) -> None:
+        """The positions of `rows` rows, of which the first `count` are used. Raises MimoEdgeError when these do not fit
+        into the sequence's pages."""
+        if start + count > len(slots.pages) * self.programs.page_size:
+            raise MimoEdgeError(f"rows up to {start + count} do not fit into {len(slots.pages)} pages")
+        positions = self.inputs["positions"]
+        positions[:count], positions[count:rows] = np.arange(start, start + count), -1
+        self.inputs["lengths"][0] = start
+        self.set_place(slots)
 
     def _make_host_buffers(self) -> None:
         inputs = self._arenas["inputs"]
         self._inputs_at = min(inputs.address.values())
         self._input_bytes = self._pin(inputs.nbytes)
         self._input_bytes[:] = 0
-        self._inputs: dict[str, NDArray] = {}
+        self.inputs: dict[str, NDArray] = {}
         for name, at in inputs.address.items():
-            self._inputs[name] = self._typed(name, self._input_bytes[at - self._inputs_at :])
-        self._host_logits = self._typed("logits", self._pin(self.programs.buffers["logits"].nbytes))
-        self._host_best = self._typed("best", self._pin(self.programs.buffers["best"].nbytes))
+            self.inputs[name] = self._typed(name, self._input_bytes[at - self._inputs_at :])
+        self._host_logits, self._host_best = self.host("logits"), self.host("best")
+
+    def host(self, name: str) -> NDArray:
+        """A page-locked array of a buffer's shape and type."""
+        return self._typed(name, self._pin(self.programs.buffers[name].nbytes))
 
     def _typed(self, name: str, raw: NDArray[np.uint8]) -> NDArray:
         b = self.programs.buffers[name]
@@ -166,8 +196,8 @@ class Steps:
                 self._arenas[part_of(b)].fill(name, b.fill)
         self._driver.sync()
 
-    def _capture(self, kernels: Kernels, launches: Sequence[Launch]) -> Any:
-        prepared = [kernels.prepare(x, self._address) for x in launches]
+    def _capture(self, launches: Sequence[Launch]) -> Any:
+        prepared = [self._kernels.prepare(x, self._address) for x in launches]
 
         def queue() -> None:
             for launch in prepared:

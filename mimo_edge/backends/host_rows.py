@@ -1,4 +1,4 @@
-"""Copies rows between pools in this process's memory and the prefix cache's buffers; shared by the CPU backends."""
+"""Where rows lie in pools in this process's memory, and copies from and to the prefix cache; shared by CPU backends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,20 @@ from numpy.typing import NDArray
 
 from mimo_edge.kv.layout import KvLayout, SequenceSlots
 
-Pools = Sequence[tuple[NDArray, NDArray]]  # of each layer: keys and values [slots, ...]
+Pools = Sequence[tuple[NDArray, ...]]  # of each layer: keys and values [slots, ...], or hidden states
+
+
+def capacity(layout: KvLayout, kind: str) -> int:
+    """Slots of a pool of `kind`."""
+    return layout.sequences * layout.rings[kind] if kind in layout.rings else layout.pages * layout.page_size
+
+
+def addresses(layout: KvLayout, slots: SequenceSlots, kind: str, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The slots that hold `positions`."""
+    ring, size = layout.rings.get(kind), layout.page_size
+    if ring is not None:
+        return slots.ring * ring + positions % ring
+    return np.array(slots.pages, dtype=np.int64)[positions // size] * size + positions % size
 
 
 def runs(layout: KvLayout, slots: SequenceSlots, kind: str, first: int, last: int) -> Iterator[tuple[int, int, int]]:

@@ -15,15 +15,15 @@ from numpy.typing import NDArray
 
 from mimo_edge.backends import host_rows
 from mimo_edge.backends.base import Step, StepOutput
-from mimo_edge.bundle import Bundle
+from mimo_edge.backends.onnxruntime_heads import OnnxHeads
+from mimo_edge.backends.onnxruntime_session import load, run
+from mimo_edge.bundle import Bundle, head_graphs
 from mimo_edge.errors import MimoEdgeError
-from mimo_edge.kv.layout import KvLayout, SequenceSlots
+from mimo_edge.kv.layout import HEAD_ROWS, HIDDEN_ROWS, KvLayout, SequenceSlots
 from mimo_edge.kv.windows import past_mask, ring_positions
-from mimo_edge.spec import ModelSpec
+from mimo_edge.spec import MAX_DRAFTS, ModelSpec
 
 MODEL, FLOAT_MODEL = "model.cpu.onnx", "model.cpu-float.onnx"
-# Steps of more rows give their scratch memory back: a prefill chunk's is a hundred times that of a decode step.
-_LARGE_STEP = 16
 
 Rows = tuple[NDArray[np.float32], NDArray[np.float32]]  # keys [n, kv_heads, head_dim], values [n, kv_heads, v_head_dim]
 
@@ -33,69 +33,92 @@ class OnnxRuntimeBackend:
 
     name = "onnxruntime"
 
-    def __init__(self, spec: ModelSpec, model: Path, threads: int | None = None):
-        """Loads `model`, whose weights are mapped from the file it names. Raises MimoEdgeError if that fails."""
+    def __init__(self, spec: ModelSpec, model: Path, threads: int | None = None, heads: Sequence[Path] = ()):
+        """Loads `model`, whose weights are mapped from the file it names. Raises MimoEdgeError if that fails.
+
+        `heads` are the graphs of MTP heads, which are loaded when they draft.
+        """
         self._spec = spec
         self.row_format = f"float32 {model.name}"
-        self._session = _load(model, threads)
+        self._session = load(model, threads)
+        self.heads = len(heads)
+        self._head_graphs, self._threads = heads, threads
+        self._heads: OnnxHeads | None = None
         self._layers: dict[str, list[int]] = {}  # of each attention kind: layers of a kind use the same slots
         for i, layer in enumerate(spec.layers):
             self._layers.setdefault(layer.attention, []).append(i)
         self._pools: list[Rows] = []
         self._nothing: list[Rows] = []
-        self._lanes: list[_Lane] = []
-        self._pending: list[Step] = []
-        self._give_back = ort.RunOptions()
-        self._give_back.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
+        self._lanes: dict[tuple[int, int, int], _Lane] = {}
+        self._pending: list[tuple[Step, _Lane]] = []
 
     @staticmethod
     def open(bundle: Bundle, threads: int | None = None, float_activations: bool = False) -> OnnxRuntimeBackend:
         """`threads` None means one a core. `float_activations` keeps quantised products exact in their activations,
         which are otherwise rounded to 8 bits: slower, for comparisons."""
-        model = bundle.file(FLOAT_MODEL if float_activations else MODEL)
-        backend = OnnxRuntimeBackend(bundle.spec, model, threads)
+        model = FLOAT_MODEL if float_activations else MODEL
+        heads = [bundle.file(name) for name in head_graphs(model, bundle.spec) if bundle.has(name)]
+        backend = OnnxRuntimeBackend(bundle.spec, bundle.file(model), threads, heads)
         backend.name = "onnxruntime-float" if float_activations else "onnxruntime"
         return backend
 
     def allocate(self, layout: KvLayout) -> None:
         """Zeroed pools; the system commits a page of memory only when it is first written."""
         self._layout = layout
-        slots = {
-            kind: layout.sequences * layout.rings[kind] if kind in layout.rings else layout.pages * layout.page_size
-            for kind in self._layers
-        }
-        self._pools = [self._zeros(i, slots[layer.attention]) for i, layer in enumerate(self._spec.layers)]
+        slots = [host_rows.capacity(layout, layer.attention) for layer in self._spec.layers]
+        self._pools = [self._zeros(i, n) for i, n in enumerate(slots)]
+        self._heads = OnnxHeads(self._head_graphs, self._threads, layout) if layout.heads else None
         self._nothing = [self._zeros(i, 1) for i in range(len(self._spec.layers))]
-        self._lanes = []
+        self._lanes = {}
 
     def run(self, steps: Sequence[Step]) -> list[StepOutput]:
         self._pending = []
-        self._lanes += [_Lane(self._session, self._spec) for _ in range(len(steps) - len(self._lanes))]
-        outputs = [StepOutput(self._run(step, lane)) for step, lane in zip(steps, self._lanes, strict=False)]
-        self._pending = list(steps)
+        lanes = [self._lane(j, step) for j, step in enumerate(steps)]
+        outputs = [StepOutput(self._run(step, lane)) for step, lane in zip(steps, lanes, strict=True)]
+        self._pending = list(zip(steps, lanes, strict=True))
         return outputs
 
     def commit(self, accepted: Sequence[int]) -> None:
-        for step, lane, rows in zip(self._pending, self._lanes, accepted, strict=False):
+        for (step, lane), rows in zip(self._pending, accepted, strict=True):
             for kind, layers in self._layers.items():
                 pieces = self._pieces(kind, step, rows)
                 for i in layers:
                     for pool, new in zip(self._pools[i], lane.rows[i], strict=True):
                         for slot, row, count in pieces:
                             pool[slot : slot + count] = new[row : row + count]
+            if self._heads and lane.hidden is not None:
+                for slot, row, count in self._pieces(HIDDEN_ROWS, step, rows):
+                    self._heads.hidden[slot : slot + count] = lane.hidden[row : row + count]
         self._pending = []
 
+    def draft(
+        self, slots: SequenceSlots, head: int, held: int, start: int, tokens: NDArray[np.int64]
+    ) -> NDArray[np.float32]:
+        assert self._heads is not None, "the layout has no heads"
+        return self._heads.draft(slots, head, held, start, tokens)
+
     def read_rows(self, slots: SequenceSlots, kind: str, first: int, last: int, out: NDArray[np.uint8]) -> None:
-        pools = [self._pools[i] for i in self._layers[kind]]
-        host_rows.read(pools, [*host_rows.runs(self._layout, slots, kind, first, last)], out)
+        host_rows.read(self._host_pools(kind), [*host_rows.runs(self._layout, slots, kind, first, last)], out)
 
     def write_rows(self, slots: SequenceSlots, kind: str, first: int, last: int, rows: NDArray[np.uint8]) -> None:
-        pools = [self._pools[i] for i in self._layers[kind]]
-        host_rows.write(pools, [*host_rows.runs(self._layout, slots, kind, first, last)], rows)
+        host_rows.write(self._host_pools(kind), [*host_rows.runs(self._layout, slots, kind, first, last)], rows)
 
     def close(self) -> None:
-        self._pools, self._nothing, self._lanes, self._pending = [], [], [], []
-        self._session = None
+        self._pools, self._nothing, self._lanes, self._pending = [], [], {}, []
+        self._session = self._heads = None
+
+    def _host_pools(self, kind: str) -> host_rows.Pools:
+        if self._heads and kind in (HEAD_ROWS, HIDDEN_ROWS):
+            return self._heads.pools(kind)
+        return [self._pools[i] for i in self._layers[kind]]
+
+    def _lane(self, j: int, step: Step) -> _Lane:
+        """Of the j-th step of a run. The number of drafts changes from step to step: each has bindings of its own."""
+        few = len(step.tokens) <= MAX_DRAFTS + 1
+        key = (j, len(step.tokens), len(step.logit_rows)) if few else (j, 0, 0)
+        if key not in self._lanes:
+            self._lanes[key] = _Lane(self._session, self._spec, self._heads is not None)
+        return self._lanes[key]
 
     def _run(self, step: Step, lane: _Lane) -> NDArray[np.float32]:
         self._check(step)
@@ -114,11 +137,7 @@ class OnnxRuntimeBackend:
                 k, v = self._pools[i] if step.start else self._nothing[i]
                 bind(f"past_k.{i}", k[first:last])
                 bind(f"past_v.{i}", v[first:last])
-        options = self._give_back if len(step.tokens) > _LARGE_STEP else None
-        try:
-            self._session.run_with_iobinding(lane.binding, options)
-        except Exception as e:  # ONNX Runtime's exceptions have no common base
-            raise MimoEdgeError(f"onnxruntime failed on {len(step.tokens)} rows at {step.start}: {_line(e)}") from e
+        run(self._session, lane.binding, len(step.tokens), step.start)
         return lane.logits
 
     def _mask(self, kind: str, start: int, queries: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -170,13 +189,14 @@ class OnnxRuntimeBackend:
 
 
 class _Lane:
-    """Bindings and output buffers of the j-th step of every run, kept as long as T and M stay the same."""
+    """Bindings and output buffers of a step, kept as long as T and M stay the same."""
 
-    def __init__(self, session: ort.InferenceSession, spec: ModelSpec):
+    def __init__(self, session: ort.InferenceSession, spec: ModelSpec, with_hidden: bool):
         self.binding = session.io_binding()
         self.logits = np.empty((0, spec.vocab_size), np.float32)
         self.rows: list[Rows] = []
-        self._spec = spec
+        self.hidden: NDArray[np.float32] | None = None
+        self._spec, self._with_hidden = spec, with_hidden
         self._shape = (-1, -1)
         self._past: dict[str, tuple] = {}
 
@@ -193,6 +213,9 @@ class _Lane:
         self._shape = (rows, logit_rows)
         self.logits = np.empty((logit_rows, self._spec.vocab_size), np.float32)
         self._bind("logits", self.logits)
+        if self._with_hidden:
+            self.hidden = np.empty((rows, self._spec.hidden_size), np.float32)
+            self._bind("hidden", self.hidden)
         self.rows = []
         for i in range(len(self._spec.layers)):
             a = self._spec.attention_of(i)
@@ -204,20 +227,3 @@ class _Lane:
 
     def _bind(self, name: str, array: NDArray[np.float32]) -> None:
         self.binding.bind_output(name, "cpu", 0, np.float32, array.shape, array.ctypes.data)
-
-
-def _load(model: Path, threads: int | None) -> ort.InferenceSession:
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads or 0
-    options.inter_op_num_threads = 1
-    options.log_severity_level = 3
-    # Threads spin within a step (a fifth faster than sleeping) and sleep between steps.
-    options.add_session_config_entry("session.force_spinning_stop", "1")
-    try:
-        return ort.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
-    except Exception as e:  # ONNX Runtime's exceptions have no common base
-        raise MimoEdgeError(f"onnxruntime {ort.__version__} cannot load {model}: {_line(e)}") from e
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from mimo_edge.backends import host_rows, oracle
 from mimo_edge.backends.base import SequenceSlots, Step, StepOutput
+from mimo_edge.backends.reference_heads import ReferenceHeads
 from mimo_edge.bundle import Bundle, read_tensors
 from mimo_edge.kernels.int4_linear.reference import dequantize
-from mimo_edge.kv.layout import KvLayout
+from mimo_edge.kv.layout import HEAD_ROWS, HIDDEN_ROWS, KvLayout
 from mimo_edge.kv.windows import ring_positions
 from mimo_edge.params import parameters
 from mimo_edge.spec import ModelSpec
@@ -65,7 +66,9 @@ class ReferenceBackend:
         self._spec = spec
         self._weights = weights
         self._pools: list[tuple[Tensor, Tensor]] = []
-        self._pending: list[tuple[Step, list[tuple[Tensor, Tensor]]]] = []
+        self._pending: list[tuple[Step, oracle.Output]] = []
+        self._heads: ReferenceHeads | None = None
+        self.heads = spec.mtp.heads if spec.mtp else 0
 
     @staticmethod
     def open(bundle: Bundle) -> ReferenceBackend:
@@ -77,14 +80,11 @@ class ReferenceBackend:
         self._pools = []
         for layer in self._spec.layers:
             a = self._spec.attention[layer.attention]
-            slots = (
-                layout.pages * layout.page_size
-                if a.window is None
-                else layout.sequences * layout.rings[layer.attention]
-            )
+            slots = host_rows.capacity(layout, layer.attention)
             self._pools.append(
                 (torch.zeros(slots, a.kv_heads, a.head_dim), torch.zeros(slots, a.kv_heads, a.v_head_dim))
             )
+        self._heads = ReferenceHeads(self._weights, layout) if layout.heads else None
 
     def run(self, steps: Sequence[Step]) -> list[StepOutput]:
         self._pending = []
@@ -99,19 +99,27 @@ class ReferenceBackend:
                     [self._past(i, step.slots, step.start) for i in range(len(self._spec.layers))],
                     torch.from_numpy(step.logit_rows),
                 )
-            self._pending.append((step, out.new))
+            self._pending.append((step, out))
             outputs.append(StepOutput(out.logits.numpy()))
         return outputs
 
     def commit(self, accepted: Sequence[int]) -> None:
-        for (step, new), rows in zip(self._pending, accepted, strict=True):
-            for i, (k, v) in enumerate(new):
+        for (step, out), rows in zip(self._pending, accepted, strict=True):
+            for i, (k, v) in enumerate(out.new):
                 ring = self._ring(i)
                 # of a long chunk only the newest R rows stay; older ones would be overwritten at once
                 first = 0 if ring is None else max(0, rows - ring)
                 at = self._slots(i, step.slots, np.arange(step.start + first, step.start + rows))
                 self._pools[i][0][at], self._pools[i][1][at] = k[first:rows], v[first:rows]
+            if self._heads:
+                self._heads.store(step.slots, step.start, out.hidden[:rows])
         self._pending = []
+
+    def draft(
+        self, slots: SequenceSlots, head: int, held: int, start: int, tokens: NDArray[np.int64]
+    ) -> NDArray[np.float32]:
+        assert self._heads is not None, "the layout has no heads"
+        return self._heads.draft(slots, head, held, start, tokens)
 
     def read_rows(self, slots: SequenceSlots, kind: str, first: int, last: int, out: NDArray[np.uint8]) -> None:
         host_rows.read(self._host_pools(kind), [*host_rows.runs(self._layout, slots, kind, first, last)], out)
@@ -120,9 +128,11 @@ class ReferenceBackend:
         host_rows.write(self._host_pools(kind), [*host_rows.runs(self._layout, slots, kind, first, last)], rows)
 
     def close(self) -> None:
-        self._pools, self._pending = [], []
+        self._pools, self._pending, self._heads = [], [], None
 
     def _host_pools(self, kind: str) -> host_rows.Pools:
+        if self._heads and kind in (HEAD_ROWS, HIDDEN_ROWS):
+            return self._heads.pools(kind)
         layers = [i for i, layer in enumerate(self._spec.layers) if layer.attention == kind]
         return [(self._pools[i][0].numpy(), self._pools[i][1].numpy()) for i in layers]
 
@@ -130,11 +140,8 @@ class ReferenceBackend:
         return self._layout.rings.get(self._spec.layers[i].attention)
 
     def _slots(self, i: int, slots: SequenceSlots, positions: np.ndarray) -> Tensor:
-        ring = self._ring(i)
-        if ring is not None:
-            return torch.from_numpy(slots.ring * ring + positions % ring)
-        size = self._layout.page_size
-        return torch.from_numpy(np.array(slots.pages, dtype=np.int64)[positions // size] * size + positions % size)
+        kind = self._spec.layers[i].attention
+        return torch.from_numpy(host_rows.addresses(self._layout, slots, kind, positions))
 
     def _past(self, i: int, slots: SequenceSlots, start: int) -> oracle.Past:
         ring = self._ring(i)

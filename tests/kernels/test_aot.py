@@ -127,9 +127,12 @@ def test_a_ptxas_that_does_not_run(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("target", ["sm_87", "sm_90"])
 def test_a_decode_step_compiles_without_spills(target, out):
-    """MiMo-V2's shape with gates, tiny; docs/kernels_table.md has real sizes. The user's cache is used."""
-    programs = lower(script_quant(mimo_spec(gate=True)), tuning(target), prefill_rows=(16,))
-    decode = {x.variant.key: x.variant for x in programs.programs["step.4"].launches}
+    """MiMo-V2's shape with gates and a head's own kernels, tiny; docs/kernels_table.md has real sizes. The user's cache
+    is used."""
+    programs = lower(script_quant(mimo_spec(gate=True, mtp=1)), tuning(target), prefill_rows=(16,)).programs
+    head = [x for x in programs["draft.0"].launches if x.variant.kernel in ("mtp.pair", "windowed_attention.decode")]
+    decode = {x.variant.key: x.variant for x in (*programs["step.4"].launches, *head)}
+    assert {"mtp.pair", "mtp.keep"} < {v.kernel for v in decode.values()}
     index = aot.compile_variants(decode.values(), int(target[3:]), out)
     assert len(index.kernels) > 8
     assert {k: e.spills for k, e in index.kernels.items() if e.spills} == {}

@@ -70,6 +70,15 @@ def test_any_number_of_parts_gives_the_same(name):
     assert all(error(y, outputs[0]) < 1e-3 for y in outputs)
 
 
+@pytest.mark.parametrize("name", ["full", "window", "norms"])
+@pytest.mark.parametrize("held", [0, 12, 27, 33, 40])
+def test_rows_in_front_of_the_first_held_one_count_as_if_there_were_none(name, held):
+    """In front of the window, at its start, inside it; at and above the committed length nothing is left."""
+    layer = Layer(SPECS[name], sequences=2, seed=8, held=[3, held])
+    layer.fill([20, 33])
+    layer.decode(layer.rows(5), [33, 34, 20, 35, -1], [1, 1, 0, 1, 1], [20, 33])
+
+
 def test_rejected_rows_are_invisible_and_overwritten():
     layer, n, rng = Layer(TINY, seed=5), 0, np.random.default_rng(0)
     while n < 25:

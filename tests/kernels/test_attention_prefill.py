@@ -53,6 +53,14 @@ def test_sequences_of_different_lengths(name):
     layer.prefill(qkv, [*positions, -1, -1], [*sequences, 0, 3], lengths)
 
 
+@pytest.mark.parametrize("name", ["full", "window"])
+@pytest.mark.parametrize("held", [12, 33])
+def test_rows_in_front_of_the_first_held_one_count_as_if_there_were_none(name, held):
+    layer = Layer(SPECS[name], sequences=2, seed=8, held=[3, held])
+    layer.fill([20, 33])
+    layer.prefill(layer.rows(12), [*range(20, 29), 33, 34, -1], [0] * 9 + [1] * 3, [20, 33])
+
+
 @pytest.mark.parametrize("block", [5, 32, 50])
 def test_pages_of_any_size(block):
     layer = Layer(SPECS["full"], block=block, seed=3)

@@ -20,6 +20,8 @@ def test_rows_are_exact(n, k, group, bits):
     run(names, *embed(5, n, k, m.quant, tokens="tokens", w="w", y="y", scale=1.5))
     want = int4_embedding(tokens, *map(torch.from_numpy, m.parts), bits) * 1.5
     assert torch.equal(names["y"], want)
+    run(names, *embed(2, n, k, m.quant, tokens="tokens", w="w", y="y", scale=1.5, first=3))
+    assert torch.equal(names["y"], torch.cat([want[3:], want[2:]]))
 
 
 def test_a_token_outside_the_table_is_a_row_of_zeros():

@@ -147,6 +147,15 @@ def test_head_gives_logits_and_each_program_s_best():
         assert torch.equal(names["i"][:, p].long(), 64 * p + first)
 
 
+def test_head_of_a_row_that_is_not_the_first():
+    m, x, norm = random_matrix(40, 64, 64, 4), torch.randn(4, 64), 1 + torch.rand(64)
+    names = {"x": x, "n": norm, "s": nan(1, 64, dtype=torch.float16), "y": nan(1, 40), "b": nan(1, 2)}
+    names |= {"i": torch.full((1, 2), -1, dtype=torch.int32), **m.buffers("w")}
+    of = {"x": "x", "w": "w", "y": "y", "best": "b", "best_index": "i", "norm": "n", "normed": "s"}
+    run(names, *variants.decode_head(1, 40, 64, m.quant, first=2, **of))
+    assert close(names["y"], m.product(F.rms_norm(x[2:3], (64,), norm)), 2e-3)
+
+
 @pytest.mark.parametrize(
     ("t", "n", "k", "group", "bits", "cut"),
     [

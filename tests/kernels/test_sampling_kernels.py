@@ -24,26 +24,28 @@ def sample(logits, params, positions, sequences=None):
     words = [(p.top_k, p.seed & 0xFFFFFFFF, p.seed >> 32) for p in params]
     tensors = {
         "logits": logits.contiguous(),
-        "positions": torch.tensor(positions, dtype=torch.int32),
+        "positions": torch.tensor([-9, -9, *positions], dtype=torch.int32),  # two that are others'
         "sequences": torch.tensor(sequences or [0] * rows, dtype=torch.int32),
         "floats": torch.tensor([(p.temperature, p.top_p, p.min_p) for p in params], dtype=torch.float32),
         "integers": torch.from_numpy(np.array(words, dtype=np.int64).astype(np.uint32).view(np.int32)),
         "limits": torch.full((rows, 2), torch.nan),
-        "tokens": torch.full((rows,), -7, dtype=torch.int32),
+        "tokens": torch.full((3 + rows,), -7, dtype=torch.int32),
     }
     for name, shape in (("tops", (rows, count, variants.KEPT)), ("masses", (rows, count)), ("scores", (rows, count))):
         tensors[name] = torch.full(shape, torch.nan)
     tensors["ids"] = torch.full((rows, count), -7, dtype=torch.int32)
     of = {"sequences": "sequences", "floats": "floats", "logits": "logits"}
+    more = {"integers": "integers", "limits": "limits"}
     kept, scores = {"tops": "tops", "masses": "masses"}, {"values": "scores", "ids": "ids"}
     run(
         tensors,
         variants.chunk_top(rows, vocab, **of, **kept),
-        variants.threshold(rows, vocab, **of, **kept, integers="integers", limits="limits"),
-        variants.perturb(rows, vocab, **of, integers="integers", limits="limits", positions="positions", **scores),
-        variants.best(rows, count, **scores, tokens="tokens"),
+        variants.threshold(rows, vocab, **of, **kept, **more),
+        variants.perturb(rows, vocab, **of, **more, positions="positions", first=2, **scores),
+        variants.best(rows, count, **scores, tokens="tokens", first=3),
     )
-    return tensors["tokens"].tolist(), tensors["limits"]
+    assert tensors["tokens"][:3].tolist() == [-7] * 3
+    return tensors["tokens"][3:].tolist(), tensors["limits"]
 
 
 def greedy(logits):
@@ -144,12 +146,14 @@ def test_drafts_are_accepted_while_they_equal_the_samples(seed):
         padding = rng.random(8) < 0.1
         positions[padding] = -1
         tokens, sampled = rng.integers(0, 2, 8), rng.integers(0, 2, 8)
-        tensors = {n: torch.from_numpy(v.astype(np.int32)) for n, v in (("tokens", tokens), ("sampled", sampled))}
+        first, at = (3, 2) if seed % 2 else (0, 0)
+        padded = (("tokens", np.append(np.full(first, 5), tokens)), ("sampled", np.append(np.full(at, 5), sampled)))
+        tensors = {n: torch.from_numpy(v.astype(np.int32)) for n, v in padded}
         tensors |= {"positions": torch.from_numpy(positions.astype(np.int32))}
         tensors |= {"sequences": torch.from_numpy(sequences.astype(np.int32))}
         tensors["out"] = torch.full((4, 2), -7, dtype=torch.int32)
         names = {n: n for n in tensors}
-        run(tensors, variants.accept(8, 4, **names))
+        run(tensors, variants.accept(8, 4, first=first, at=at, **names))
         for s, got in enumerate(tensors["out"].tolist()):
             mine = (sequences == s) & ~padding
             want = (
