@@ -1,132 +1,104 @@
 """ONNX schemas of the `mimo` ops, with shape inference. Importing this module registers them.
 
-Packed weights are INT8 here and uint8 in the bundle, bit for bit the same (TensorRT has no UINT8 plugin inputs). T is
-float16 or float32. What each op computes is in kernels/<op>/reference.py.
+They are read off the ops' own definitions (trt_plugins): a node's attributes are the op's fields, and its inputs are
+exactly those that the op with these fields takes, in order, none left out. What each computes is in
+kernels/<op>/reference.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import onnx
-from onnx import TypeProto
+from onnx import TensorProto, TypeProto
 from onnx.defs import OpSchema, register_schema
 
+from mimo_edge.errors import BadInputError
+from mimo_edge.trt_plugins import fields
+from mimo_edge.trt_plugins.op import VERSION as PLUGIN_VERSION
+from mimo_edge.trt_plugins.op import Op, Tensor
+from mimo_edge.trt_plugins.ops import OPS
+
 DOMAIN, VERSION = "mimo", 1
+PLUGIN = {"plugin_namespace": DOMAIN, "plugin_version": PLUGIN_VERSION}  # where TensorRT's parser looks for the plugin
+ELEMENTS = {"fp16": TensorProto.FLOAT16, "fp32": TensorProto.FLOAT, "i32": TensorProto.INT32, "i8": TensorProto.INT8}
 
-_PACKED, _INT, _FLOAT = "tensor(int8)", "tensor(int32)", "tensor(float)"
-_T = ("T", ["tensor(float16)", "tensor(float)"], "activations, scales and pools")
 Context = onnx.shape_inference.InferenceContext
-Dim = onnx.TensorShapeProto.Dimension
+_KINDS: dict[type, Any] = {
+    int: OpSchema.AttrType.INT,
+    float: OpSchema.AttrType.STRING,
+    str: OpSchema.AttrType.STRING,
+    tuple: OpSchema.AttrType.INTS,
+}
 
 
-def _inputs(required: dict[str, str], optional: dict[str, str] | None = None) -> list[OpSchema.FormalParameter]:
-    return [OpSchema.FormalParameter(name, kind) for name, kind in required.items()] + [
-        OpSchema.FormalParameter(name, kind, param_option=OpSchema.FormalParameterOption.Optional)
-        for name, kind in (optional or {}).items()
-    ]
+def op_of(op: type[Op], node: onnx.NodeProto) -> Op:
+    """The op that a node stands for. Raises BadInputError as fields.decode does."""
+    values = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+    return fields.decode(op, node.name, {k: v.decode() if isinstance(v, bytes) else v for k, v in values.items()})
 
 
-def _attributes(**kinds: OpSchema.AttrType) -> list[OpSchema.Attribute]:
-    return [OpSchema.Attribute(name, kind, "", required=True) for name, kind in kinds.items()]
+def _infer(op: type[Op], context: Context) -> None:
+    values = {}
+    for name, kind in fields.kinds(op).items():
+        a = context.get_attribute(name)
+        values[name] = a.s.decode() if kind in (float, str) else list(a.ints) if kind is tuple else a.i
+    try:
+        this = fields.decode(op, "", values)
+    except BadInputError as e:
+        raise ValueError(str(e)) from None
+    given = [context.get_input_type(i).tensor_type for i in range(context.get_num_inputs())]
+    wanted = this.inputs()
+    if len(given) != len(wanted):
+        names = ", ".join(t.name for t in wanted)
+        raise ValueError(f"{op.kind} takes {len(wanted)} inputs ({names}), not {len(given)}")
+    for tensor, have in zip(wanted, given, strict=True):
+        _check(op, tensor, have)
+    half = next((h.elem_type for t, h in zip(wanted, given, strict=True) if t.type == "fp16"), TensorProto.FLOAT16)
+    known = {d: h.shape.dim[i] for t, h in zip(wanted, given, strict=True) for i, d in enumerate(t.shape)}
+    for i, tensor in enumerate(this.outputs()):
+        result = TypeProto()
+        result.tensor_type.elem_type = half if tensor.type == "fp16" else ELEMENTS[tensor.type]
+        for d in tensor.shape:
+            result.tensor_type.shape.dim.append(
+                onnx.TensorShapeProto.Dimension(dim_value=d) if isinstance(d, int) else known[d]
+            )
+        context.set_output_type(i, result)
 
 
-def _packed(name: str = "") -> dict[str, str]:
-    prefix = f"{name}_" if name else ""
-    return {f"{prefix}q": _PACKED, f"{prefix}scales": "T", f"{prefix}zeros": _PACKED}
+def _check(op: type[Op], tensor: Tensor, have: Any) -> None:
+    """Raises ValueError unless what is given has the tensor's type (float32 does for float16) and shape."""
+    elements = {ELEMENTS[tensor.type]} | ({TensorProto.FLOAT} if tensor.type == "fp16" else set())
+    dims = [d.dim_value if d.HasField("dim_value") else d.dim_param for d in have.shape.dim]
+    fits = len(dims) == len(tensor.shape) and all(
+        isinstance(want, str) or not isinstance(got, int) or want == got
+        for want, got in zip(tensor.shape, dims, strict=True)
+    )
+    if have.elem_type not in elements or not fits:
+        given = TensorProto.DataType.Name(have.elem_type)
+        raise ValueError(f"{op.kind}: input {tensor.name} is {given} {dims} (allowed: {tensor.type} {tensor.shape})")
 
 
-def _dims(context: Context, i: int) -> list[Dim]:
-    return list(context.get_input_type(i).tensor_type.shape.dim)
-
-
-def _known(dim: Dim) -> int | None:
-    return dim.dim_value if dim.HasField("dim_value") else None
-
-
-def _set(context: Context, i: int, element: int, dims: list[Dim]) -> None:
-    result = TypeProto()
-    result.tensor_type.elem_type = element
-    result.tensor_type.shape.dim.extend(dims)
-    context.set_output_type(i, result)
-
-
-def _element(context: Context, i: int) -> int:
-    return context.get_input_type(i).tensor_type.elem_type
-
-
-def _columns(context: Context, i: int) -> int:
-    """K of the packed weights whose q is input i."""
-    _, groups, group_bytes = (d.dim_value for d in _dims(context, i))
-    return groups * group_bytes * 8 // context.get_attribute("bits").i
-
-
-def _infer_embedding(context: Context) -> None:
-    _set(context, 0, _element(context, 2), [*_dims(context, 0), Dim(dim_value=_columns(context, 1))])
-
-
-def _product(context: Context, first: int, last: int) -> None:
-    """Rows of input 0 through packed weights, whose q are inputs `first` to `last`."""
-    rows, columns = _dims(context, 0)
-    if _known(columns) not in (None, _columns(context, first)):
-        raise ValueError(f"rows of {_known(columns)} times weights of {_columns(context, first)} columns")
-    _set(context, 0, _element(context, 0), [rows, _dims(context, last)[0]])
-
-
-def _infer_attention(context: Context) -> None:
-    width = context.get_attribute("heads").i * context.get_attribute("v_head_dim").i
-    _set(context, 0, _element(context, 0), [_dims(context, 0)[0], Dim(dim_value=width)])
-    for i in (1, 2):
-        _set(context, i, _element(context, i), _dims(context, i))
-
-
-def _register(
-    name: str,
-    inputs: list[OpSchema.FormalParameter],
-    outputs: dict[str, str],
-    attributes: list[OpSchema.Attribute],
-    infer: Callable[[Context], None],
-) -> None:
+def _register(op: type[Op]) -> None:
+    kinds = {name: _KINDS[kind] for name, kind in fields.kinds(op).items()}
+    attributes = [OpSchema.Attribute(name, kind, "", required=True) for name, kind in kinds.items()]
+    attributes += [OpSchema.Attribute(name, OpSchema.AttrType.STRING, "", required=True) for name in PLUGIN]
+    constraints = [(t, ["tensor(float16)", "tensor(float)", "tensor(int32)", "tensor(int8)"], "") for t in ("I", "O")]
+    variadic: Any = {"param_option": OpSchema.FormalParameterOption.Variadic, "is_homogeneous": False}
     schema = OpSchema(
-        name, DOMAIN, VERSION, f"See kernels, {name}.",
-        inputs=inputs, outputs=_inputs(outputs), type_constraints=[_T], attributes=attributes,
-    )  # fmt: skip
-    schema.set_type_and_shape_inference_function(infer)
+        op.kind,
+        DOMAIN,
+        VERSION,
+        op.__doc__ or "",
+        inputs=[OpSchema.FormalParameter("inputs", "I", **variadic)],
+        outputs=[OpSchema.FormalParameter("outputs", "O", **variadic)],
+        type_constraints=constraints,
+        attributes=attributes,
+    )
+    schema.set_type_and_shape_inference_function(partial(_infer, op))
     register_schema(schema)
 
 
-_INTEGER, _REAL, _STRING = OpSchema.AttrType.INT, OpSchema.AttrType.FLOAT, OpSchema.AttrType.STRING
-
-_register(
-    "Int4Embedding", _inputs({"tokens": _INT, **_packed()}), {"y": "T"}, _attributes(bits=_INTEGER), _infer_embedding
-)
-_register(
-    "Int4Linear",
-    _inputs({"x": "T", **_packed()}, {"bias": "T"}),
-    {"y": "T"},
-    _attributes(bits=_INTEGER),
-    lambda context: _product(context, 1, 1),
-)
-_register(
-    "SparseFfn",
-    _inputs({"x": "T", "keep": "T", **_packed("gate_up"), **_packed("down")}),
-    {"y": "T"},
-    _attributes(bits=_INTEGER, activation=_STRING),
-    lambda context: _product(context, 2, 5),
-)
-_register(
-    "WindowedAttention",
-    _inputs(
-        {
-            "qkv": "T", "k_pool": "T", "v_pool": "T", "positions": _INT, "sequences": _INT, "lengths": _INT,
-            "table": _INT, "frequencies": _FLOAT,
-        },
-        {"sinks": _FLOAT, "q_norm": _FLOAT, "k_norm": _FLOAT},
-    ),
-    {"y": "T", "new_k_pool": "T", "new_v_pool": "T"},
-    _attributes(
-        heads=_INTEGER, kv_heads=_INTEGER, head_dim=_INTEGER, v_head_dim=_INTEGER, window=_INTEGER, scale=_REAL,
-        value_scale=_REAL, eps=_REAL,
-    ),
-    _infer_attention,
-)  # fmt: skip
+for _op in OPS.values():
+    _register(_op)

@@ -30,6 +30,12 @@ def _cuda(bundle: Bundle, threads: int | None, ptx: bool = False) -> Backend:
     return CudaBackend.open(bundle, ptx)
 
 
+def _tensorrt(bundle: Bundle, threads: int | None) -> Backend:
+    from mimo_edge.backends.tensorrt import TensorRtBackend
+
+    return TensorRtBackend.open(bundle)
+
+
 def _reference(bundle: Bundle, threads: int | None) -> Backend:
     with needs_extra("export", "backend 'reference'"):
         import torch
@@ -44,6 +50,7 @@ LOADERS: dict[str, Callable[[Bundle, int | None], Backend]] = {
     "onnxruntime": _onnxruntime,
     # slower; 8-bit activations let a token depend, through rounding, on how rows were grouped into steps
     "onnxruntime-float": partial(_onnxruntime, float_activations=True),
+    "tensorrt": _tensorrt,
     "cuda": _cuda,
     # lets the driver compile an older GPU's kernels where the bundle has none for this one
     "cuda-ptx": partial(_cuda, ptx=True),
@@ -52,18 +59,22 @@ LOADERS: dict[str, Callable[[Bundle, int | None], Backend]] = {
 
 
 def _auto(bundle: Bundle, threads: int | None) -> Backend:
-    """The GPU's backend where the bundle has kernels for one and it can be used."""
+    """An engine of TensorRT, else the GPU's kernels, where the bundle has some for it and they can be used."""
     from mimo_edge.backends.cuda_kernels import targets
 
-    reason = "the bundle has no kernels for a GPU"
-    if have := targets(bundle):
-        try:
-            backend = LOADERS["cuda"](bundle, threads)
-            log.info("backend cuda, as the bundle has kernels for this GPU")
+    reasons = ["the bundle has no kernels for a GPU"]
+    if targets(bundle):
+        reasons = []
+        for name in ("tensorrt", "cuda"):
+            try:
+                backend = LOADERS[name](bundle, threads)
+            except UnsupportedError as e:
+                reasons.append(f"{name} cannot be used: {e}")
+                continue
+            why = {"tensorrt": "there is an engine for this GPU", "cuda": "the bundle has kernels for this GPU"}[name]
+            log.info("backend %s, as %s", name, "; ".join([why, *reasons]))
             return backend
-        except UnsupportedError as e:
-            reason = f"the kernels for {', '.join(f'sm_{c}' for c in have)} cannot be used: {e}"
-    log.info("backend %s, as %s", DEFAULT, reason)
+    log.info("backend %s, as %s", DEFAULT, "; ".join(reasons))
     return LOADERS[DEFAULT](bundle, threads)
 
 
