@@ -7,6 +7,7 @@ happens when a promise cannot be kept.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence as Tokens
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
@@ -18,9 +19,11 @@ from numpy.typing import NDArray
 
 from mimo_edge.backends.base import Backend, RowCopies
 from mimo_edge.errors import BadInputError, UnsupportedError
+from mimo_edge.kv.budget import DEFAULT_BYTES as DEFAULT_BYTES  # the default of `bytes`
+from mimo_edge.kv.budget import checked
 from mimo_edge.kv.buffers import Buffers
 from mimo_edge.kv.keys import as_tokens, root_key
-from mimo_edge.kv.layout import KvLayout
+from mimo_edge.kv.layout import HEAD_ROWS, HIDDEN_ROWS, KvLayout
 from mimo_edge.kv.lineage import Lineage
 from mimo_edge.kv.prefix import Match, PrefixCache
 from mimo_edge.kv.sequence import Sequence
@@ -32,7 +35,6 @@ from mimo_edge.kv.writer import Writer
 from mimo_edge.request import Request
 
 log = logging.getLogger("mimo_edge")
-DEFAULT_BYTES = 256 << 20
 
 Rows = NDArray[np.uint8]
 
@@ -69,31 +71,28 @@ class EngineCache:
         self._backend: RowCopies = backend
         self._layout, self._fingerprint, self._lock = layout, fingerprint, lock
         self._row_format = f"{backend.row_format}, pages {layout.page_size}, rings {sorted(layout.rings.items())}"
+        if layout.heads:  # hidden states are among the rows, and rows of heads that see everything
+            added = {k.name: k.token_bytes for k in layout.row_kinds if k.name in (HEAD_ROWS, HIDDEN_ROWS)}
+            self._row_format += f", MTP {sorted(added.items())}"
         self._geometry = Geometry.of(layout)
         need = self._geometry.most_bytes(layout.context)
-        budget = max(DEFAULT_BYTES, need) if options.bytes is None else options.bytes
-        if budget < need:
-            raise BadInputError(
-                f"a cache of {budget:,} bytes cannot hold one request of {layout.context} tokens, which takes "
-                f"{need:,}: raise --cache-bytes, or choose a smaller --context"
-            )
-        if not 0 <= options.reserve <= budget:
-            raise BadInputError(
-                f"reserve {options.reserve:,} is out of range (allowed: 0 to the cache's {budget:,} bytes)"
-            )
+        budget = checked(options.bytes, options.reserve, need, layout.context)
         self._buffers = Buffers(options.reserve)
-        self.prefix = PrefixCache(self._geometry, budget, freed=self._buffers.give)
-        self.disk = self._open_disk(options) if options.folder is not None else None
+        self.prefix = PrefixCache(self._geometry, budget, freed=self._buffers.give, adopt=self._buffers.adopt)
+        self.disk = self._open_disk(options, options.folder) if options.folder is not None else None
         self._writer = Writer(self.disk, self._written) if self.disk is not None else None
         self._recorder = self._open_recorder(options)
         self._seen = -1
         self._noted: dict[str, int] = {}
         self._take_note()
 
-    def _open_disk(self, options: CacheOptions) -> DiskTier:
-        assert options.folder is not None
+    def _open_disk(self, options: CacheOptions, folder: str | Path) -> DiskTier:
+        name = os.fspath(folder)
+        if not name or "\0" in name:  # pathlib takes the empty name for the current folder
+            raise BadInputError(f"cache folder {name!r} is not a name: give --cache-dir a folder, `.` for this one")
         model = root_key(self._fingerprint, self._row_format)
-        disk = DiskTier(Path(options.folder), model.hex(), options.disk_bytes, options.disk_writes)
+        disk = DiskTier(Path(name), model.hex(), options.disk_bytes, options.disk_writes)
+        disk.fit()
         disk.scan()
         self.prefix.clock = disk.usage.clock
         return disk
@@ -172,10 +171,13 @@ class EngineCache:
             for p in pieces:
                 if p.kind in self._layout.rings or p.first < len(prefix):
                     self._backend.write_rows(sequence.slots, p.kind, p.first, p.last, data[p.at : p.at + p.nbytes])
-        sequence.restore(prefix, snapshot.end)
+        # a ring of a sequence that had gone back lacks rows that one of its end would have: as if more had been written
+        kinds = zip(self._geometry.kinds, snapshot.firsts, strict=True)
+        lacking = [first + k.slots for k, first in kinds if k.slots is not None and first > 0]
+        sequence.restore(prefix, max([snapshot.end, *lacking]))
 
     def save(self, lineage: Lineage, sequence: Sequence, lasting: bool) -> None:
-        """Stores a snapshot behind the sequence's rows; in a file as well if it is likely to be `lasting`."""
+        """Stores a snapshot behind the sequence's rows; in a file as well if it is `lasting`."""
         with self._lock:
             end = len(sequence.tokens)
             # after going back in a window of one token a ring may hold nothing in front of `end`, and need not

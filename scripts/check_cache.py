@@ -31,7 +31,6 @@ import numpy as np
 from mimo_edge.cache import CacheOptions
 from mimo_edge.engine import Engine
 
-REPLY = 6  # tokens
 GROUP = 20  # conversations at a time, whose turns alternate
 MEMORY, DISK = 4 << 30, 8 << 30
 WAYS = ("own rows of a session", "from memory", "from files", "after kill -9")
@@ -106,9 +105,9 @@ def conversations(engine: Engine, options: argparse.Namespace, group: int) -> li
     for number in range(options.turns):
         for i, history in histories.items():
             added = more(words, r, options.more) if number else beginning(words, r, window, options.first)
-            prompt = [*edited(history, r), *added][: options.context - REPLY]
+            prompt = [*edited(history, r), *added][: options.context - options.reply]
             gaps.clear()
-            reply = list(answer(engine, prompt)[0])
+            reply = list(answer(engine, prompt, options.reply)[0])
             turns.append(Turn(i, number, prompt, reply, list(gaps)))
             histories[i] = prompt + (reply if r.random() < 0.7 else [])  # or the template left it out
     return turns
@@ -153,9 +152,9 @@ def watch(engine: Engine) -> list[float]:
     return gaps
 
 
-def answer(asked, prompt: list[int]) -> tuple[tuple[int, ...], int]:
+def answer(asked, prompt: list[int], tokens: int) -> tuple[tuple[int, ...], int]:
     """(tokens, reused) of an engine or a session."""
-    generation = asked.generate(prompt, max_tokens=REPLY)
+    generation = asked.generate(prompt, max_tokens=tokens)
     for _ in generation:
         pass
     return generation.result.tokens, generation.result.cache.reused_tokens
@@ -167,7 +166,7 @@ def from_sessions(options: argparse.Namespace, turns: list[Turn]) -> Score:
         for i in sorted({t.conversation for t in turns}):
             with engine.session() as session:
                 for turn in (t for t in turns if t.conversation == i):
-                    score.add(turn, *answer(session, turn.prompt), options.tie)
+                    score.add(turn, *answer(session, turn.prompt, options.reply), options.tie)
     return score
 
 
@@ -178,7 +177,7 @@ def from_cache(options: argparse.Namespace, turns: list[Turn], folder: Path | No
         cache = engine.cache
         assert cache is not None
         for turn in turns:
-            score.add(turn, *answer(engine, turn.prompt), options.tie)
+            score.add(turn, *answer(engine, turn.prompt, options.reply), options.tie)
             if folder is not None:
                 cache.flush()
                 for snapshot in [s for s in cache.prefix.have.snapshots.values() if s.in_memory]:
@@ -193,7 +192,7 @@ def after_kills(options: argparse.Namespace, turns: list[Turn], folder: Path) ->
     work.write_text(json.dumps([t.prompt for t in first]))
     command = [sys.executable, __file__, str(options.bundle), "--backend", options.backend, "--context"]
     command += [str(options.context), "--threads", str(options.threads), "--answer", str(work)]
-    command += ["--folder", str(folder / "cache")]
+    command += ["--reply", str(options.reply), "--folder", str(folder / "cache")]
     done, kills = 0, 0
     while done < len(first):
         child = subprocess.Popen([*command, "--from", str(done)], stdout=subprocess.PIPE, text=True)
@@ -216,7 +215,7 @@ def answer_for_ever(options: argparse.Namespace) -> None:
     cache = CacheOptions(folder=options.folder, disk_bytes=DISK)
     with opened(options, cache) as engine:
         for i in range(options.start, len(prompts)):
-            answer(engine, prompts[i])
+            answer(engine, prompts[i], options.reply)
             print(i, flush=True)
 
 
@@ -228,6 +227,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--first", type=int, default=500, help="tokens of a first prompt, at most")
     parser.add_argument("--more", type=int, default=60, help="tokens that a turn adds, at most")
+    parser.add_argument("--reply", type=int, default=6, help="tokens of a reply")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--tie", type=float, default=1e-3, help="logits closer than this may change places")
     parser.add_argument("--life", type=float, default=3.0, help="seconds from a first reply to SIGKILL, on average")

@@ -70,12 +70,12 @@ class Shares:
     most_bytes: int
 
 
-def replay(requests: Sequence[Asked], geometry: Geometry, budget: int, policy: Policy) -> Shares:
-    cache, root = PrefixCache(geometry, budget, policy), b""
+def replay(requests: Sequence[Asked], geometry: Geometry, cache: PrefixCache) -> Shares:
+    root = b""
     reused, most = [], 0
     for asked in requests:
-        if isinstance(policy, KnownKind):
-            policy.kind = asked.kind
+        if isinstance(cache.policy, KnownKind):
+            cache.policy.kind = asked.kind
         match = cache.match(root, asked.prompt)
         reused.append(match.tokens)
         cache.record(match.snapshot, match.tokens, len(asked.prompt))
@@ -101,7 +101,7 @@ def _shares(requests: Sequence[Asked], reused: Sequence[int], most: int) -> Shar
 def ceiling(requests: Sequence[Asked], geometry: Geometry) -> Shares:
     """Without window layers every token is a point to continue at."""
     full = replace(geometry, kinds=tuple(replace(k, window=None, slots=None) for k in geometry.kinds))
-    return replay(requests, full, UNBOUNDED, LeastRecent())
+    return replay(requests, full, PrefixCache(full, UNBOUNDED, LeastRecent()))
 
 
 def geometry_of(bundle: Path) -> Geometry:
@@ -111,14 +111,14 @@ def geometry_of(bundle: Path) -> Geometry:
 def table(name: str, requests: Sequence[Asked], geometry: Geometry, budgets: Sequence[int]) -> dict[str, list[Shares]]:
     """Prints and returns one row a policy and budget."""
     best = ceiling(requests, geometry)
-    free = replay(requests, geometry, UNBOUNDED, PathFrequency())
+    free = replay(requests, geometry, PrefixCache(geometry, UNBOUNDED))
     tokens = sum(len(a.prompt) for a in requests)
     print(f"\n{name}: {len(requests)} requests, {tokens:,} prompt tokens")
     print(f"  stops anywhere, no budget: {_line(best, best)}")
     print(f"  ours, no budget:           {_line(free, best)}, {free.most_bytes / 1e6:,.0f} MB")
     curves = {}
     for policy, make in POLICIES.items():
-        curves[policy] = [replay(requests, geometry, mb * 10**6, make()) for mb in budgets]
+        curves[policy] = [replay(requests, geometry, PrefixCache(geometry, mb * 10**6, make())) for mb in budgets]
         for mb, shares in zip(budgets, curves[policy], strict=True):
             print(f"  {policy:27s}{mb:6d} MB: {_line(shares, best)}", flush=True)
     return {"ceiling": [best], **curves}

@@ -1,11 +1,13 @@
 """The prefix cache in the engine: what is reused, that it is right, that it is told truthfully."""
 
+import os
 import random
 
 import pytest
 from fakes import BOS, assert_nothing_is_taken, fake_engine, reply
 
 from mimo_edge.cache import CacheOptions
+from mimo_edge.device.system import Limit, System
 from mimo_edge.engine import Engine
 from mimo_edge.errors import BadInputError, UnsupportedError
 from mimo_edge.kv.lineage import LEAST_GAIN
@@ -122,6 +124,20 @@ def test_a_session_takes_the_longer_of_its_own_rows_and_the_cached_ones():
         assert back.tokens == reply(fake_engine(context=512), [*prompt(50), 9, 9], max_tokens=4).tokens
 
 
+def test_what_a_ring_lacked_when_it_was_copied_the_copy_lacks_too():
+    """A session goes back three rows and is stored; whoever goes on there and goes back himself may not go as far."""
+    e, edited = engine(sessions=2), [*prompt(100)[:97], 1]
+    with e.session() as a, e.session() as b:
+        reply(a, prompt(100), max_tokens=1)
+        assert reply(a, edited, max_tokens=1).cache.reused_tokens == 97
+        assert reply(b, [*edited, 2], max_tokens=1).cache.reused_tokens == 98
+        for back, reused in ((96, 96), (95, 0)):
+            asked = [*prompt(100)[:back], 9, 9]
+            result = reply(b, asked, max_tokens=3)
+            assert result.tokens == reply(fake_engine(context=512), asked, max_tokens=3).tokens
+            assert result.cache.reused_tokens == reused
+
+
 def test_random_conversations_are_the_same_with_and_without_a_cache():
     """Edits, rewinds, branches and resends, in a budget that evicts, interleaved on two sequences."""
     r = random.Random(7)
@@ -187,6 +203,15 @@ def test_a_restore_that_fails_is_an_error_and_not_a_wrong_answer():
 def test_a_budget_too_small_for_one_request_is_refused_with_the_numbers():
     with pytest.raises(BadInputError, match=r"cache of 9,000 bytes cannot hold one request of 512 tokens.*takes \d\d,"):
         engine(cache=CacheOptions(bytes=9_000))
+
+
+@pytest.mark.parametrize("limit", [None, 300_000])
+def test_a_budget_beyond_the_machine_s_memory_is_refused_with_the_numbers(monkeypatch, limit):
+    monkeypatch.setattr(System, "cgroup_limit", lambda self: limit and Limit(limit, 0, "a container"))
+    machine = limit or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with pytest.raises(BadInputError, match=rf"a cache of {machine + 1:,} bytes is more than .* memory of {machine:,}"):
+        engine(cache=CacheOptions(bytes=machine + 1))
+    engine(cache=CacheOptions(bytes=machine))
 
 
 def test_the_least_budget_that_is_accepted_holds_a_whole_context():

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from mimo_edge.cli.caching import FolderName
 from mimo_edge.cli.common import debug_option
 from mimo_edge.errors import BadInputError, MimoEdgeError
 
@@ -31,7 +32,7 @@ def cache() -> None:
 
 
 def folder_argument(command: Any) -> Any:
-    return click.argument("folder", type=click.Path(path_type=Path))(command)
+    return click.argument("folder", type=FolderName())(command)
 
 
 @cache.command()
@@ -83,14 +84,16 @@ def verify(folder: Path) -> None:
     """Read every entry and compare its checksum. What is damaged is removed; the exit code is 1 then."""
     from mimo_edge.kv.tiers import DiskTier
 
-    whole = damaged = 0
+    whole = damaged = strange = 0
     for model in sorted(_open(folder).models()):
         tier = DiskTier(folder, model, budget=1 << 62, daily=0)
         tier.scan()
         damaged += sum(n for name, n in tier.counters.items() if name.startswith("dropped"))
+        strange = len(tier.folder.strange) if tier.folder else 0  # of all models
         good, bad = tier.verify()
         whole, damaged = whole + good, damaged + bad
-    click.echo(f"{whole} snapshots are whole, {damaged} files or snapshots were not and were removed")
+    skipped = f"; {strange} that are no regular files were skipped" if strange else ""
+    click.echo(f"{whole} snapshots are whole, {damaged} files or snapshots were not and were removed{skipped}")
     if damaged:
         raise click.exceptions.Exit(1)
 
@@ -122,7 +125,7 @@ def export_trace(folder: Path) -> None:
     from mimo_edge.kv.trace import TRACE, renumbered
 
     _open(folder)
-    if not (folder / TRACE).exists():
+    if not (folder / TRACE).is_file():
         raise BadInputError(f"{folder} has no recorded requests: record some with `mimo-edge run --cache-record`")
     for line in renumbered(folder / TRACE):
         click.echo(line)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from mimo_edge.disk import open_file, sync
 from mimo_edge.errors import BadInputError, MimoEdgeError
 
 if TYPE_CHECKING:
@@ -32,9 +33,21 @@ class Size(click.ParamType):
         return int(float(found[1]) * UNITS[found[2].upper()])
 
 
+class FolderName(click.Path):
+    """A folder; the empty name, which pathlib takes for the current one, is a mistake (an unset variable)."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            self.fail("'' is not a folder: name one, or `.` for the current folder", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 def cache_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """--cache-bytes and its kin, for cache_from."""
-    size, folder = Size(), click.Path(path_type=Path)
+    size, folder = Size(), FolderName()
     memory = "Memory that keeps prompts for reuse  [default: none; 256M, or one context, with --cache-dir]"
     for option in (
         click.option("--cache-record", is_flag=True, help="Record requests there for `mimo-edge cache export-trace`."),
@@ -72,7 +85,8 @@ class Conversation:
 
     def load(self) -> list[Message]:
         try:
-            messages = json.loads(self._path.read_text(encoding="utf-8"))
+            with open_file(self._path) as file:
+                messages = json.load(file)
         except FileNotFoundError:
             return []
         except (OSError, ValueError, RecursionError) as e:
@@ -95,6 +109,8 @@ class Conversation:
                 file.flush()
                 os.fsync(fd)
             os.replace(temp, self._path)
+            for folder in self._path.parents[:2]:  # it may be new itself
+                sync(folder)
         except OSError as e:
             temp.unlink(missing_ok=True)
             raise MimoEdgeError(f"the conversation was not kept in {self._path}: {e.strerror}") from None

@@ -30,6 +30,14 @@ class Buffers:
                 return self._block[start : start + nbytes]
         return np.empty(nbytes, np.uint8)
 
+    def adopt(self, rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Rows that came from elsewhere: a copy in the block, if there is one."""
+        if not len(self._block):
+            return rows
+        copy = self.take(rows.nbytes)
+        copy[:] = rows
+        return copy
+
     def give(self, rows: NDArray[np.uint8] | None) -> None:
         """Takes a buffer back, which nobody may use any more; None, and what is not from the block, is ignored."""
         if rows is None or rows.base is not self._block:

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from mimo_edge.disk import open_file
 from mimo_edge.kv.keys import FORMAT, Tokens, as_tokens
 
 MAGIC = b"mimo-kv1"
@@ -80,7 +81,7 @@ def write(path: Path, header: Header, tokens: Tokens, rows: NDArray[np.uint8]) -
 
 def read_header(path: Path) -> tuple[Header, Tokens]:
     """Header and tokens, as cheap as they come: the checksum is not looked at. Raises Damaged, OSError."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         start = file.read(len(MAGIC) + 4)
         if len(start) < len(MAGIC) + 4 or not start.startswith(MAGIC):
@@ -94,7 +95,8 @@ def read_header(path: Path) -> tuple[Header, Tokens]:
 
 def read(path: Path) -> tuple[Header, Tokens, NDArray[np.uint8]]:
     """Everything, with the checksum verified. Raises Damaged, OSError."""
-    data = np.fromfile(path, np.uint8)
+    with open_file(path) as file:
+        data = np.fromfile(file, np.uint8)
     if len(data) < len(MAGIC) + 4 + DIGEST or data[: len(MAGIC)].tobytes() != MAGIC:
         raise Damaged("not a cache file")
     if hashlib.sha256(data.data[:-DIGEST]).digest() != data[-DIGEST:].tobytes():

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from mimo_edge.disk import check_regular, open_file
 from mimo_edge.kv.files import TEMPORARY, on_disk
 from mimo_edge.kv.stored import PAGE, SNAPSHOT
 
@@ -40,6 +41,7 @@ class Folder:
         if path.stat().st_uid != os.geteuid():
             raise PermissionError(errno.EPERM, "it belongs to another user")
         self.sizes: dict[str, int] = {}  # of entries, in bytes that the disk gives up for them
+        self.strange: list[str] = []  # pipes, devices, links and folders by the name of an entry; skipped
         self._listed = -1
 
     def models(self) -> list[str]:
@@ -59,8 +61,9 @@ class Folder:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Nobody else changes anything inside the block, the listing is right, and what dead writers left is gone."""
-        fd = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
         try:
+            check_regular(fd)
             _wait_for(fd)
             if self.renew():
                 self._remove_temporary()
@@ -73,12 +76,16 @@ class Folder:
         changes = self._changes()
         if changes == self._listed:
             return False
-        sizes = {}
+        sizes, strange = {}, []
         for model in self.models():
             for entry in os.scandir(self.path / model):
-                if _ENTRY.fullmatch(entry.name):
+                if not _ENTRY.fullmatch(entry.name):
+                    continue
+                if entry.is_file(follow_symlinks=False):
                     sizes[f"{model}/{entry.name}"] = _size(entry)
-        self.sizes, self._listed = sizes, changes
+                else:
+                    strange.append(f"{model}/{entry.name}")
+        self.sizes, self.strange, self._listed = sizes, strange, changes
         return True
 
     def changing(self) -> None:
@@ -111,7 +118,8 @@ class Folder:
 
     def _changes(self) -> int:
         try:
-            data = (self.path / LOCK).read_bytes()[:8]
+            with open_file(self.path / LOCK) as file:
+                data = file.read(8)
         except FileNotFoundError:
             return 0
         return struct.unpack("<Q", data)[0] if len(data) == 8 else 0

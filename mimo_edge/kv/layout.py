@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from mimo_edge.errors import BadInputError
 from mimo_edge.kv.windows import ring_slots
 from mimo_edge.spec import MAX_DRAFTS, AttentionSpec, ModelSpec
 
@@ -156,6 +157,15 @@ def plan_layout(
         rings=rings,
         heads=heads,
     )
+
+
+def resolve_context(spec: ModelSpec, wanted: int | None) -> int:
+    """Tokens of context to allocate; None is all that the model has. Raises BadInputError when out of range."""
+    if wanted is None:
+        return spec.max_context
+    if not 1 <= wanted <= spec.max_context:
+        raise BadInputError(f"context {wanted} is out of range (allowed: 1 to {spec.max_context}, the model's own)")
+    return wanted
 
 
 def _layers(spec: ModelSpec) -> list[tuple[str, AttentionSpec]]:

@@ -41,6 +41,16 @@ class Lineage:
         self._behind_mark = rewrites and any(m <= reused for m in marks)
         # positions behind which snapshots are due, ascending
         self.stops = sorted({p for p in likely if reused + LEAST_GAIN <= p < prompt_tokens} | {prompt_tokens})
+        self._prompt_tokens = prompt_tokens
+
+    def lasts(self, end: int) -> bool:
+        """Whether a snapshot behind `end` rows is worth a file while the prompt is evaluated.
+
+        The end of a prompt is soon superseded by that of its reply. It is worth a file, whose bytes are a window's
+        rows, if the same prompt sent again would have to evaluate more than a window without it.
+        """
+        windows = [k.window for k in self._cache.geometry.kinds if k.window is not None]
+        return end != self._prompt_tokens or end - self.reused > max(windows, default=0)
 
     def rows(self, start: int, most: int) -> int:
         """How many rows a step from `start` may have, so that it ends where the next snapshot is due."""

@@ -10,10 +10,13 @@ from mimo_edge.kv.layout import KvLayout, SequenceSlots
 
 
 class PagePool:
-    """Pages 0..capacity-1, handed out as contiguous runs (the CPU backends bind a run as one view)."""
+    """Pages 0..capacity-1, handed out as contiguous runs (the CPU backends bind a run as one view).
 
-    def __init__(self, capacity: int):
-        self.capacity = capacity
+    A run begins at a multiple of `longest`, the most pages that anybody takes, so that gaps never get too short.
+    """
+
+    def __init__(self, capacity: int, longest: int):
+        self.capacity, self.longest = capacity, longest
         self._owned: dict[int, tuple[int, ...]] = {}  # first page -> run
 
     @property
@@ -22,12 +25,8 @@ class PagePool:
 
     def _gap(self, count: int) -> int | None:
         """First page of the lowest free run of `count` pages."""
-        start = 0
-        for first in sorted(self._owned):
-            if first - start >= count:
-                return start
-            start = first + len(self._owned[first])
-        return start if self.capacity - start >= count else None
+        starts = range(0, self.capacity - self.longest + 1, self.longest)
+        return next((s for s in starts if s not in self._owned), None) if count <= self.longest else None
 
     def can_take(self, count: int) -> bool:
         return count >= 1 and self._gap(count) is not None
@@ -91,7 +90,7 @@ class KvPools:
 
     def __init__(self, layout: KvLayout):
         self.layout = layout
-        self.pages = PagePool(layout.pages)
+        self.pages = PagePool(layout.pages, layout.pages_for(layout.context))
         self.rings = RingPool(layout.sequences)
 
     def can_admit(self, tokens: int) -> bool:

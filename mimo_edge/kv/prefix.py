@@ -62,10 +62,13 @@ class PrefixCache:
         policy: Policy | None = None,
         clock: int = 0,
         freed: Callable[[Any], None] | None = None,
+        adopt: Callable[[Any], Any] = lambda rows: rows,
     ):
+        """`freed` is told of rows that nobody needs any more; `adopt` makes of rows from files those to hold."""
         self.geometry, self.budget, self.clock = geometry, budget, clock
         self.policy: Policy = policy or PathFrequency()
         self.books = Books()
+        self._adopt = adopt
         self.have = Holdings(geometry, freed)
 
     def match(self, root: bytes, tokens: Tokens) -> Match:
@@ -184,7 +187,8 @@ class PrefixCache:
             missing = range(shared, len(keys))
             if any(i not in rows for i in missing) or not self.make_room(self.load_cost(snapshot)):
                 return False
-            self.have.hold(snapshot, snapshot.firsts, own, rows)
+            adopted = {i: self._adopt(rows[i]) for i in missing}
+            self.have.hold(snapshot, snapshot.firsts, self._adopt(own), adopted)
         return True
 
     def make_room(self, cost: int) -> bool:

@@ -72,8 +72,26 @@ class DiskTier:
         except OSError as e:
             self._trouble("cannot be tidied", e)
             self.refresh()
-        if dropped := {k: n for k, n in self.counters.items() if k.startswith("dropped") and n}:
-            log.info("cache folder %s: %s", self.path, ", ".join(f"{n} {k}" for k, n in dropped.items()))
+        self.counters["skipped: not a regular file"] += len(self.folder.strange)
+        if noted := {k: n for k, n in self.counters.items() if k.startswith(("dropped", "skipped")) and n}:
+            log.info("cache folder %s: %s", self.path, ", ".join(f"{n} {k}" for k, n in noted.items()))
+
+    def fit(self) -> None:
+        """Lowers the budget to what the disk has room for, a tenth of that left to others, and says so."""
+        if self.folder is None:
+            return
+        try:
+            self.folder.renew()
+            disk = os.statvfs(self.path)
+        except OSError as e:
+            self._trouble("cannot be listed", e)
+            return
+        free = disk.f_bavail * disk.f_frsize
+        most = (free + self.folder.used) * 9 // 10
+        if most < self.budget:
+            note = "cache folder %s: of %s bytes only %s are used, as the disk has %s free"
+            log.warning(note, self.path, *(f"{n:,}" for n in (self.budget, most, free)))
+            self.budget = most
 
     def refresh(self) -> bool:
         """Takes note of what other processes did, unless a store is under way; whether there was anything."""

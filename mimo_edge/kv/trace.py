@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from mimo_edge.disk import check_regular, open_file
+
 TRACE = "trace.jsonl"
 LONGEST = 64 << 20  # bytes; nothing is recorded beyond
 
@@ -15,7 +17,13 @@ class Recorder:
     """Appends one line a request. Raises OSError."""
 
     def __init__(self, folder: Path):
-        self._fd = os.open(folder / TRACE, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC
+        self._fd = os.open(folder / TRACE, flags, 0o600)
+        try:
+            check_regular(self._fd)
+        except OSError:
+            self.close()
+            raise
 
     def add(self, prompt: Sequence[int], marks: Sequence[int], reply: Sequence[int]) -> None:
         """The tokens of a request and of its reply; `marks` as Engine.generate takes them."""
@@ -28,14 +36,14 @@ class Recorder:
 
 
 def renumbered(path: Path) -> Iterator[str]:
-    """The lines with tokens numbered in order of appearance; lines that were cut off are left out."""
+    """The lines with tokens numbered in order of appearance; lines that were cut off are left out. Raises OSError."""
     numbers: dict[int, int] = {}
-    with path.open() as file:
+    with open_file(path) as file:
         for line in file:
             try:
                 entry = json.loads(line)
                 for part in ("prompt", "reply"):
                     entry[part] = [numbers.setdefault(int(t), len(numbers)) for t in entry[part]]
-            except (ValueError, TypeError, KeyError):
+            except (ValueError, TypeError, KeyError, RecursionError):
                 continue
             yield json.dumps(entry)

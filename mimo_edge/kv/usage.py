@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from mimo_edge.disk import open_file
 from mimo_edge.kv.files import TEMPORARY
 
 DAY = 86_400
@@ -35,7 +36,8 @@ class Usage:
     def read(path: Path, daily: int) -> Usage:
         """What the file says; of a missing or damaged one, the state of a new folder."""
         try:
-            raw = json.loads(path.read_bytes())
+            with open_file(path) as file:
+                raw = json.load(file)
             entries = {str(k): (float(count), int(used)) for k, (count, used) in raw["entries"].items()}
             totals = {str(k): int(n) for k, n in raw["totals"].items()}
             rest = int(raw["clock"]), float(raw["allowance"]), str(raw["boot"]), float(raw["at"])

@@ -46,8 +46,23 @@ def test_every_planned_sequence_fits_at_its_full_context():
     pools.check_integrity()
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 37)), max_size=40), st.integers(1, 4))
+def test_a_planned_sequence_of_any_length_fits_whoever_came_and_went_before(operations, sequences):
+    """Pages lie in one run, and no gaps between runs may be too short for the next."""
+    pools, live = KvPools(plan_layout(mimo_spec(), context=37, sequences=sequences, page_size=8)), []
+    for leave, tokens in operations:
+        if live and (leave or len(live) == sequences):
+            pools.release(live.pop(tokens % len(live)))
+        assert pools.can_admit(37)
+        live.append(pools.admit(tokens))
+        pools.check_integrity()
+        if len(live) == sequences:
+            assert not pools.can_admit(1)
+
+
 def test_what_was_not_taken_cannot_be_given():
-    pages, rings = PagePool(4), RingPool(2)
+    pages, rings = PagePool(4, longest=2), RingPool(2)
     run = pages.take(2)
     with pytest.raises(MimoEdgeError):
         pages.give((1, 2))
@@ -59,7 +74,7 @@ def test_what_was_not_taken_cannot_be_given():
 
 
 def test_a_corrupted_pool_is_noticed():
-    pages = PagePool(8)
+    pages = PagePool(8, longest=4)
     pages.take(3)
     pages._owned[2] = (2, 3)
     with pytest.raises(AssertionError, match="owned twice"):
