@@ -18,7 +18,8 @@ from mimo_edge.errors import BadInputError
 from mimo_edge.export import programs
 from mimo_edge.export.families import open_checkpoint
 from mimo_edge.export.gates import GateReport, GateRequest, gate_checkpoint
-from mimo_edge.export.graph.cpu import emit_cpu
+from mimo_edge.export.golden import write_golden
+from mimo_edge.export.graph.cpu import emit_graphs
 from mimo_edge.export.quantize import METHODS
 from mimo_edge.export.quantize.calibrate import Calibrator
 from mimo_edge.export.quantize.calibration import Calibration, Conditions
@@ -130,11 +131,11 @@ def export_bundle(
         device_bytes = programs.device_bytes(spec) if capabilities else 0
         writer.reserve(sum(p.nbytes for p in places.values()) + device_bytes + _OTHER_BYTES)
         write_weights(writer.path(WEIGHTS), header, places, spec, source, quantize, report)
-        for name, accuracy_level in _GRAPHS.items():
-            writer.path(name).write_bytes(emit_cpu(spec, places, accuracy_level).SerializeToString())
+        write_graphs(writer, spec, places)
         writer.path(TOKENIZER).write_text(compact(checkpoint.tokenizer_json), encoding="utf-8")
         if checkpoint.chat_template is not None:
             writer.path(CHAT_TEMPLATE).write_text(checkpoint.chat_template, encoding="utf-8")
+        write_golden(writer.path("."), spec, checkpoint.chat_template)
         if capabilities:
             programs.add_kernels(writer, spec, capabilities, report)
         return writer.finish(spec, ",".join(["cpu", *(f"sm_{c}" for c in capabilities)]), checkpoint.name)
@@ -182,6 +183,13 @@ def write_weights(
                 progress(done, total, "weights")
     finally:
         os.close(fd)
+
+
+def write_graphs(writer: BundleWriter, spec: ModelSpec, places: dict[str, Location]) -> None:
+    """The CPU graphs of the model and of its MTP heads, whose weights lie at `places` in weights.safetensors."""
+    for name, accuracy_level in _GRAPHS.items():
+        for file, graph in emit_graphs(spec, places, name, accuracy_level):
+            writer.path(file).write_bytes(graph.SerializeToString())
 
 
 def _row_blocks(param: Param) -> list[tuple[int, int]]:

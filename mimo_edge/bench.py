@@ -5,23 +5,24 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mimo_edge import roofline
-from mimo_edge.backends.base import Backend, Step
+from mimo_edge.backends.base import Backend, DraftHeads, DraftRounds, Round, Step
 from mimo_edge.errors import MimoEdgeError
-from mimo_edge.kv.layout import KvLayout
+from mimo_edge.kv.layout import HIDDEN_ROWS, KvLayout
 from mimo_edge.kv.pools import KvPools
+from mimo_edge.request import GREEDY
 from mimo_edge.roofline import Device, Point
 from mimo_edge.spec import MAX_DRAFTS, ModelSpec
 
 DRAFT_ROWS = MAX_DRAFTS + 1
 PREFILL = (512, 2048, 8192)
 TOLERANCE, TOLERANCE_8_BITS = 2e-2, 0.15  # of float16 activations; of 8-bit ones, which round anew in every row
-_CHUNK = 256
+CHUNK = 256
 _TAIL = 12  # rows whose logits are compared
 _COPIES, _COPY_BYTES = 10, 256 << 20
 
@@ -33,9 +34,9 @@ class Bench:
         self.spec, self.backend = spec, backend
         self._slots = KvPools(layout).admit(layout.context)
         self._context = layout.context
-        self._chunk = getattr(backend, "chunk", _CHUNK)
+        self._chunk = getattr(backend, "chunk", CHUNK)
         self._tokens = np.random.default_rng(seed).integers(0, spec.vocab_size, layout.context)
-        self._element_bytes = layout.element_bytes
+        self._layout = layout
 
     def check(self, other: Backend | None) -> float:
         """Relative error of the last rows' logits: the longest step against shorter ones, down to single rows, and
@@ -79,6 +80,37 @@ class Bench:
             times.append(time.perf_counter() - began)
         return times
 
+    def drafts(self, count: int, context: int, steps: int, repeats: int) -> list[float]:
+        """Seconds in which `count` MTP heads draft behind `context` rows, as `decode`; of their usual rows."""
+        backend = cast(DraftHeads, self.backend)
+        self._fill(context)
+        first = max(0, context - DRAFT_ROWS)
+        held = max(0, context - self._layout.rings.get(HIDDEN_ROWS, context))
+        for head in range(count):  # what came before, as in a reply
+            backend.draft(self._slots, head, held, held, self._tokens[held + 1 : context + 1])
+
+        def draft() -> float:
+            began = time.perf_counter()
+            for head in range(count):
+                backend.draft(self._slots, head, held, first, self._tokens[first + 1 : context + 1]).argmax()
+            return time.perf_counter() - began
+
+        return [statistics.median(draft() for _ in range(steps)) for _ in range(repeats)]
+
+    def rounds(self, count: int, context: int, steps: int, repeats: int) -> list[float]:
+        """Behind `drafts`: seconds in which the backend drafts and verifies in one call."""
+        backend = cast(DraftRounds, self.backend)
+        known = self._tokens[max(0, context - MAX_DRAFTS) : context + 1]
+        held = max(0, context - self._layout.rings.get(HIDDEN_ROWS, context))
+        asked = Round(self._slots, context, known, count, held, GREEDY)
+
+        def run() -> float:
+            began = time.perf_counter()
+            backend.round(asked)
+            return time.perf_counter() - began
+
+        return [statistics.median(run() for _ in range(steps)) for _ in range(repeats)]
+
     def _timed(self, tokens: NDArray[np.int64], start: int) -> float:
         """A step whose best tokens are wanted; it stays uncommitted but for its first row."""
         step = Step(self._slots, start, tokens, np.arange(len(tokens)))
@@ -119,6 +151,15 @@ class Bench:
             results[f"decode_{rows}"] = {"step_ms": _summary([1e3 * s for s in seconds])}
             results[f"decode_{rows}"]["steps_per_s"] = 1 / statistics.median(seconds)
         results["rows_4_over_1"] = results["decode_1"]["steps_per_s"] / results[f"decode_{DRAFT_ROWS}"]["steps_per_s"]
+        if drafts := self._layout.heads:
+            drafting = self.drafts(drafts, context, steps, repeats)
+            results["draft"] = {"heads": drafts, "ms": _summary([1e3 * s for s in drafting])}
+            verifying = 1 / results[f"decode_{DRAFT_ROWS}"]["steps_per_s"] + statistics.median(drafting)
+            if isinstance(self.backend, DraftRounds):
+                seconds = self.rounds(drafts, context, steps, repeats)
+                results["draft"]["round_ms"] = _summary([1e3 * s for s in seconds])
+                verifying = statistics.median(seconds)
+            results["draft"]["tokens_to_pay"] = verifying * results["decode_1"]["steps_per_s"]
         for count in PREFILL:
             if count + DRAFT_ROWS <= self._context:
                 seconds = self.prefill(count, repeats)
@@ -128,7 +169,7 @@ class Bench:
         return results, points
 
     def _point(self, name: str, rows: int, context: int, seconds: list[float], logit_rows: int | None = None) -> Point:
-        work = roofline.step(self.spec, rows, context, self._element_bytes, logit_rows)
+        work = roofline.step(self.spec, rows, context, self._layout.element_bytes, logit_rows)
         return Point(name, work, statistics.median(seconds))
 
 

@@ -96,6 +96,11 @@ class Bundle:
         return self.file(CHAT_TEMPLATE).read_text(encoding="utf-8") if self.has(CHAT_TEMPLATE) else None
 
 
+def head_graphs(model: str, spec: ModelSpec) -> list[str]:
+    """Names of the graphs of MTP heads that belong to the graph `model`; older bundles have none."""
+    return [f"{model.removesuffix('.onnx')}.mtp{m}.onnx" for m in range(spec.mtp.heads if spec.mtp else 0)]
+
+
 class BundleWriter:
     """Builds a bundle in a hidden folder beside `out`, which appears under its name only when complete and on disk.
 

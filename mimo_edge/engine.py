@@ -13,27 +13,35 @@ from collections.abc import Sequence as Tokens
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from mimo_edge.backends import registry
 from mimo_edge.backends.base import Backend, Step
 from mimo_edge.bundle import TOKENIZER, Bundle
 from mimo_edge.cache import CacheOptions, EngineCache
+from mimo_edge.decoding.guided import Guides
+from mimo_edge.decoding.mtp import Drafter, Speculation, check_drafts, usable_heads
+from mimo_edge.device.process import give_back
 from mimo_edge.errors import BadInputError, MimoEdgeError
 from mimo_edge.generation import Generation
-from mimo_edge.kv.layout import plan_layout
+from mimo_edge.kv.layout import plan_layout, resolve_context
 from mimo_edge.kv.lineage import Lineage
-from mimo_edge.kv.pools import KvPools
 from mimo_edge.kv.sequence import Sequence
+from mimo_edge.options import Options, make_request
 from mimo_edge.params import stored_tensors
-from mimo_edge.request import DEFAULT_MAX_TOKENS, GREEDY, MemoryUse, Request, SamplingParams
+from mimo_edge.request import Drafts, MemoryUse, Request
+from mimo_edge.room import Room
 from mimo_edge.session import Session
 from mimo_edge.spec import MAX_DRAFTS, ModelSpec
 from mimo_edge.text import Message, Text
 from mimo_edge.turns import Turns
-from mimo_edge.warm import WarmSequences
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from mimo_edge.aio import AsyncGeneration
 
 log = logging.getLogger("mimo_edge")
-LONGEST_TOKEN = 256  # characters; vocabularies stay well below
 CHUNK = 256  # rows of a prefill step: enough to use every core, little enough that a cancel is heard soon
 
 
@@ -57,19 +65,25 @@ class Engine:
         load_s: float = 0.0,
         cache: CacheOptions | None = None,
         fingerprint: str = "",
+        drafts: Drafts = "auto",
+        queue: int = 0,
     ):
         """Takes the backend over (close() closes it) and allocates the KV pools. `open` is the usual way in.
 
-        With `cache`, prompts reuse rows of earlier ones; `fingerprint` names the model there.
+        With `cache`, prompts reuse rows of earlier ones; `fingerprint` names the model there. `drafts` and `queue` are
+        as in `open`.
         """
         self.spec, self.text, self.backend, self.load_s = spec, text, backend, load_s
-        self.chunk: int = getattr(backend, "chunk", CHUNK) if chunk is None else chunk
+        most: int = getattr(backend, "chunk", CHUNK)
+        self.chunk = most if chunk is None else min(chunk, most)
         element_bytes = getattr(backend, "element_bytes", 4)
-        self.layout = plan_layout(spec, resolve_context(spec, max_context), sessions, element_bytes)
-        self.pools = KvPools(self.layout)
-        self._lock = threading.RLock()  # dropped generations may be collected, and give room back, inside a step
-        self._turns, self._warm = Turns(), WarmSequences()
-        self._closed = False
+        check_drafts(drafts)
+        self.drafts, context = drafts, resolve_context(spec, max_context)
+        heads, self._why_no_drafts = usable_heads(spec, backend, drafts)
+        self.layout = plan_layout(spec, context, sessions, element_bytes, heads=heads, chunk=self.chunk)
+        self._lock = threading.RLock()
+        self._turns, self.room, self.guides = Turns(), Room(self.layout, queue), Guides(text)
+        self.pools = self.room.pools
         self.cache = EngineCache(backend, self.layout, fingerprint, cache, self._lock) if cache else None
         try:
             backend.allocate(self.layout)
@@ -79,6 +93,7 @@ class Engine:
                 f"no memory for {kv:,} bytes of KV cache ({sessions} x {self.layout.context} tokens): "
                 "choose a smaller --context"
             ) from None
+        self.drafter = Drafter(backend, self.layout) if heads else None
 
     @staticmethod
     def open(
@@ -88,21 +103,34 @@ class Engine:
         sessions: int = 1,
         threads: int | None = None,
         cache: CacheOptions | None = None,
+        memory_budget: int | None = None,
+        drafts: Drafts = "auto",
+        queue: int = 0,
+        chunk: int | None = None,
     ) -> Engine:
         """Loads a bundle. `sessions` is how many sequences of `max_context` tokens (default: the bundle's) it holds.
-        Without `cache`, only sessions reuse rows.
+        Without `cache`, only sessions reuse rows. `memory_budget` is the most bytes that all of it may take
+        (docs/device.md): refused, by item, before weights are loaded. `drafts` is how many tokens MTP heads draft for a
+        step to verify: 0 to 3, or "auto", as many as pay; replies may ask for fewer. Tokens are the same. `queue` is
+        how many requests may wait for room; others are refused at once. `chunk` is the most rows of a prompt in a step.
 
         Raises BadInputError on a damaged bundle or a value out of range, UnsupportedError when the backend's library
         is not installed, MimoEdgeError when memory runs out.
         """
         began = time.perf_counter()
         cores = os.cpu_count() or 1
-        for name, value, most in (("sessions", sessions, 4096), ("threads", threads, cores)):
+        for name, value, most in (("sessions", sessions, 4096), ("threads", threads, cores), ("chunk", chunk, CHUNK)):
             if value is not None and not 1 <= value <= most:
                 raise BadInputError(f"{name} {value} is out of range (allowed: 1 to {most})")
+        check_drafts(drafts)
         bundle = Bundle.open(path)
-        resolve_context(bundle.spec, max_context)  # before the weights are loaded
+        context = resolve_context(bundle.spec, max_context)  # before the weights are loaded
+        if memory_budget is not None:
+            from mimo_edge.device.budget import enforce
+
+            backend = enforce(bundle, backend, context, sessions, cache, memory_budget, drafts).backend
         text = Text.open(bundle.file(TOKENIZER), bundle.spec, bundle.chat_template)
+        give_back()
         loaded = registry.load(backend, bundle, threads)
         engine = Engine(
             bundle.spec,
@@ -112,6 +140,9 @@ class Engine:
             sessions=sessions,
             cache=cache,
             fingerprint=bundle.fingerprint,
+            drafts=drafts,
+            queue=queue,
+            chunk=chunk,
         )
         engine.load_s = time.perf_counter() - began
         return engine
@@ -120,89 +151,106 @@ class Engine:
         self,
         prompt: str | Tokens[int],
         *,
-        max_tokens: int = DEFAULT_MAX_TOKENS,
-        sampling: SamplingParams = GREEDY,
-        stop: str | Iterable[str] = (),
         tenant: str = "",
-        marks: Tokens[int] = (),
         session_id: str | None = None,
+        **options: Unpack[Options],
     ) -> Generation:
-        """One reply to a text or to token ids. Room for all of it is taken now and given back at the end of the reply.
+        """One reply to a text or to token ids; options.Options says what else can be given. Room for all of it is taken
+        now and given back at the end of the reply; with a queue, the first piece may wait for room.
 
-        Requests of different `tenant`s share no cached rows. `marks` are token positions behind which the next prompt
-        is likely to differ; they only steer what is cached. The rows of a `session_id` stay in place for its next
+        Requests of different `tenant`s share no cached rows. The rows of a `session_id` stay in place for its next
         request, as long as nobody needs the room; of two at once, the last to finish leaves its own.
-        Raises BadInputError on an empty or too long prompt, MimoEdgeError when open sessions leave no room.
+        Raises BadInputError on an empty or too long prompt and on options that cannot be right, MimoEdgeError when
+        there is neither room nor a place in the queue.
         """
-        request = self.request(prompt, max_tokens, sampling, stop, tenant, marks)
-        if session_id is None:
-            sequence = self._admit(min(self.layout.context, len(request.prompt) + max_tokens))
-            on_end = partial(self.release, sequence)
-        else:
-            sequence = self._warm_up((tenant, session_id))
-            on_end = partial(self._keep_warm, (tenant, session_id), sequence)
+        request = self.request(prompt, tenant, options)
+        guide = self.guides.start(request.grammar) if request.grammar else None
+        rows = min(self.layout.context, len(request.prompt) + request.max_tokens)
+        seat = self.room.enter(rows, None if session_id is None else (tenant, session_id))
         try:
-            return Generation(self, sequence, request, on_end)
+            return Generation(self, seat, request, guide)
         except BaseException:  # a value of a wrong type: the room goes back before anybody hears of it
-            self.release(sequence)
+            seat.leave()
             raise
+
+    def agenerate(
+        self,
+        prompt: str | Tokens[int],
+        *,
+        tenant: str = "",
+        session_id: str | None = None,
+        **options: Unpack[Options],
+    ) -> AsyncGeneration:
+        """As `generate`, for asyncio: `async for piece in engine.agenerate(...)` does not block the event loop.
+
+        What generate raises comes from the first piece.
+        """
+        from mimo_edge.aio import AsyncGeneration
+
+        return AsyncGeneration(partial(self.generate, prompt, tenant=tenant, session_id=session_id, **options))
 
     def session(self, tenant: str = "", messages: Iterable[Message] = ()) -> Session:
         """A conversation that keeps its KV cache between replies; takes room for a whole context until it is closed.
 
         `messages` are what was said before.
         """
-        return Session(self, self._admit(self.layout.context), tenant, messages)
+        return Session(self, self.room.admit(self.layout.context), tenant, messages)
 
-    def request(
-        self,
-        prompt: str | Tokens[int],
-        max_tokens: int,
-        sampling: SamplingParams,
-        stop: str | Iterable[str],
-        tenant: str = "",
-        marks: Tokens[int] = (),
-    ) -> Request:
-        """What was asked, checked: token ids that the model knows and that leave room in the context."""
-        if isinstance(prompt, str):
-            if len(prompt) > self.layout.context * LONGEST_TOKEN:  # do not spend minutes on tokenising it
-                raise BadInputError(
-                    f"the prompt has {len(prompt):,} characters, more than the context of {self.layout.context} tokens "
-                    "can hold: shorten the prompt"
-                )
-            tokens = self.text.encode(prompt) if prompt else []
-        else:
-            tokens = list(prompt)
-            self.text.check(tokens)
-        if len(tokens) > self.layout.context:
-            raise BadInputError(
-                f"the prompt has {len(tokens)} tokens and the context {self.layout.context}: shorten the prompt, or "
-                f"raise --context (this model allows {self.spec.max_context})"
-            )
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        return Request(tuple(tokens), max_tokens, sampling, stops, tenant, tuple(marks))
+    def request(self, prompt: str | Tokens[int], tenant: str, options: Options) -> Request:
+        return make_request(self.text, self.layout, prompt, tenant, options)
 
-    def step(self, generation: Generation) -> int | None:
-        """Evaluates the next rows of one reply; the token that follows them, None while its prompt is not through."""
-        with self._turns.turn(generation.left), self._lock:
-            self._check_open()
-            plan = generation.plan(self.chunk)
-            token = self._evaluate(generation, plan)
-            self._commit(generation.sequence, plan.tokens.tolist())
-            lineage = generation.lineage
-            if self.cache and lineage and lineage.due(len(generation.sequence.tokens)):
-                # the end of a prompt is soon superseded by that of its reply
-                self.cache.save(lineage, generation.sequence, lasting=token is None)
-        return token
+    def step(self, generation: Generation) -> None:
+        """Evaluates the next rows of one reply and chooses the tokens that follow them; nothing if it is over first."""
+        with self._turns.turn(generation.left, generation.interrupted, generation.due) as mine:
+            if mine:
+                with self._lock:
+                    self._step(generation)
 
-    def _evaluate(self, generation: Generation, plan: Step) -> int | None:
-        """Runs a plan; the token behind its last row, None where the prompt goes on. Greedy tokens come from the device
-        where the backend can tell them, without the logits."""
+    def wake(self) -> None:
+        """Replies that wait for their turn look at whether they are over."""
+        self._turns.wake()
+
+    def _step(self, generation: Generation) -> None:
+        self.room.check_open()
+        plan = generation.plan(self.chunk)
+        if getattr(self.backend, "writes_in_run", False):
+            generation.sequence.wrote(plan.start + len(plan.tokens) + generation.speculation.in_round)
+        tokens = self._evaluate(generation, plan)
+        generation.speculation.lap("accept")
+        self._commit(generation.sequence, tokens)
+        generation.speculation.lap("verify")
+        generation.settle()
+        lineage = generation.lineage
+        if self.cache and lineage and lineage.due(end := len(generation.sequence.tokens)):
+            self._save(generation, lasting=lineage.lasts(end))
+
+    def _evaluate(self, generation: Generation, plan: Step) -> list[int]:
+        """Runs a plan; those of its tokens that belong to the text. What follows them comes from the device where the
+        backend can tell, without the logits."""
+        speculation = generation.speculation
+        if speculation.in_round:
+            pending = int(plan.tokens[0])
+            following = speculation.round(generation.sequence, pending, generation.request.sampling)
+            speculation.lap("verify")
+            return [pending, *following][: generation.choose_best(following)]
         best = getattr(self.backend, "best", None)
         if best and generation.greedy and len(plan.logit_rows) and len(plan.tokens) <= MAX_DRAFTS + 1:
-            return generation.take_best(int(best(plan)[-1]))
+            tokens = best(plan)[plan.logit_rows]
+            speculation.lap("verify")
+            return plan.tokens[: generation.choose_best(tokens)].tolist()
         [output] = self.backend.run([plan])
-        return generation.choose(output)
+        speculation.lap("verify")
+        return plan.tokens[: generation.choose(output.logits)].tolist()
+
+    def _save(self, generation: Generation, lasting: bool) -> None:
+        assert self.cache and generation.lineage
+        if self.drafter:
+            self.drafter.finish(generation.sequence)
+        self.cache.save(generation.lineage, generation.sequence, lasting)
+
+    def speculation(self, drafts: Drafts | None) -> Speculation:
+        """For one reply."""
+        return Speculation(self.drafter, self.drafts if drafts is None else drafts, self._why_no_drafts)
 
     def begin(self, sequence: Sequence, request: Request) -> tuple[int, Lineage | None]:
         """(how many rows of the prompt `sequence` holds from now on, where to take snapshots of it)."""
@@ -213,8 +261,9 @@ class Engine:
 
     def remember(self, generation: Generation) -> None:
         """Caches the rows of a reply that ends."""
-        if self.cache and generation.lineage and not self._closed:
-            self.cache.save(generation.lineage, generation.sequence, lasting=True)
+        if self.cache and generation.lineage and not self.room.closed:
+            with self._lock:
+                self._save(generation, lasting=True)
             self.cache.record(generation.request, generation.tokens)
 
     def _commit(self, sequence: Sequence, tokens: list[int]) -> None:
@@ -224,28 +273,6 @@ class Engine:
         except BaseException:  # Ctrl-C too: rows may be half written, so nothing of this sequence is trusted
             sequence.reset()
             raise
-
-    def _admit(self, tokens: int) -> Sequence:
-        """Room for a sequence; warm ones make way, the longest unused first."""
-        with self._lock:
-            self._check_open()
-            while not self.pools.can_admit(tokens) and (idle := self._warm.give_up()) is not None:
-                self.pools.release(idle.slots)
-            return Sequence(self.layout, self.pools.admit(tokens))
-
-    def _warm_up(self, key: tuple[str, str]) -> Sequence:
-        with self._lock:
-            return self._warm.take(key) or self._admit(self.layout.context)
-
-    def _keep_warm(self, key: tuple[str, str], sequence: Sequence) -> None:
-        with self._lock:
-            if (before := self._warm.put(key, sequence)) is not None:
-                self.pools.release(before.slots)
-
-    def release(self, sequence: Sequence) -> None:
-        """Gives a sequence's pages and ring back."""
-        with self._lock:
-            self.pools.release(sequence.slots)
 
     def memory(self) -> MemoryUse:
         unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2): kilobytes, on macOS bytes
@@ -258,29 +285,14 @@ class Engine:
 
     def close(self) -> None:
         """Frees weights and KV; the engine, its sessions and generations cannot be used after it."""
-        with self._lock:
-            was_open, self._closed = not self._closed, True
-        if was_open:
+        if self.room.close():
             if self.cache:
                 self.cache.close()  # without the lock, which its writer needs
             with self._lock:
                 self.backend.close()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise MimoEdgeError("the engine is closed: open it again with Engine.open")
 
     def __enter__(self) -> Engine:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self.close()
-
-
-def resolve_context(spec: ModelSpec, wanted: int | None) -> int:
-    """Tokens of context to allocate; None is all that the model has. Raises BadInputError when out of range."""
-    if wanted is None:
-        return spec.max_context
-    if not 1 <= wanted <= spec.max_context:
-        raise BadInputError(f"context {wanted} is out of range (allowed: 1 to {spec.max_context}, the model's own)")
-    return wanted

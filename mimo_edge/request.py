@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from mimo_edge.errors import BadInputError
 
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+Drafts = Literal["auto"] | int  # drafts of a step: a number, or as many as pay
+FinishReason = Literal["stop", "length", "deadline", "cancelled", "error"]
+OnToken = Callable[[int, str, float], object]  # a token, the text that became final with it, seconds since the call
 DEFAULT_MAX_TOKENS = 256
 EMPTY_PROMPT = "the prompt is empty: give some text with --prompt or on stdin"
 
@@ -48,11 +52,20 @@ GREEDY = SamplingParams()
 
 
 @dataclass(frozen=True)
+class Grammar:
+    """What a reply has to look like: JSON text of a schema, a regular expression, or a grammar."""
+
+    kind: Literal["schema", "regex", "grammar"]
+    text: str
+
+
+@dataclass(frozen=True)
 class Request:
     """A prompt as token ids and what may follow it. Raises BadInputError on an empty prompt or an impossible limit.
 
     `tenant` keeps requests of different owners from sharing cached rows. `marks` are positions in the prompt behind
-    which the next prompt is likely to differ; they only steer what is cached.
+    which the next prompt is likely to differ; they only steer what is cached. `drafts` of None are the engine's.
+    `deadline` is in seconds from the call.
     """
 
     prompt: tuple[int, ...]
@@ -61,6 +74,11 @@ class Request:
     stop: tuple[str, ...] = ()
     tenant: str = ""
     marks: tuple[int, ...] = ()
+    drafts: Drafts | None = None
+    grammar: Grammar | None = None
+    deadline: float | None = None
+    on_token: OnToken | None = None
+    logprobs: bool = False
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -71,6 +89,8 @@ class Request:
             raise BadInputError(f"stop {self.stop!r} must hold strings")
         if not all(self.stop):
             raise BadInputError("a stop string is empty (allowed: one character or more)")
+        if self.deadline is not None and not 0 < self.deadline < math.inf:
+            raise BadInputError(f"deadline {self.deadline!r} is out of range (allowed: seconds above 0, from the call)")
 
 
 @dataclass(frozen=True)
@@ -107,16 +127,30 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class MtpUse:
-    """Multi-token prediction: verification steps, drafted and accepted tokens; None when no drafts were made."""
+    """Multi-token prediction; None when no drafts were made.
+
+    Of the steps behind the first token: how many, drafted and accepted tokens in all and by position, and the shares
+    of their time that making drafts, verifying them in the model, and sampling took. `reason` says why so many.
+    """
 
     steps: int | None = None
     drafted: int | None = None
     accepted: int | None = None
+    drafted_by_position: tuple[int, ...] | None = None
+    accepted_by_position: tuple[int, ...] | None = None
+    draft_share: float | None = None
+    verify_share: float | None = None
+    accept_share: float | None = None
+    reason: str = ""
 
 
 @dataclass(frozen=True)
 class Result:
-    """A finished reply. `text` is what was handed out; `tokens` are all sampled ids, those of a stop included."""
+    """A finished reply. `text` is what was handed out; `tokens` are all its ids, those of a stop included.
+
+    `logprobs`, if asked for: of every token, the natural logarithm of the probability that the model itself gave it,
+    before temperature, filters, penalty and grammar; None where a grammar left no choice and the model was not asked.
+    """
 
     text: str
     tokens: tuple[int, ...]
@@ -125,6 +159,7 @@ class Result:
     cache: CacheUse
     memory: MemoryUse
     mtp: MtpUse
+    logprobs: tuple[float | None, ...] | None = None
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

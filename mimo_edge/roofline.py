@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from mimo_edge.errors import BadInputError
+from mimo_edge.device import modules
 from mimo_edge.params import Param, parameters, stored
 from mimo_edge.spec import ModelSpec
 
@@ -24,19 +24,7 @@ class Device:
     flops: float
 
 
-# Data sheets: bandwidth; a quarter of the GPU's sparse INT8 operations (dense: half, float16: half of that).
-MODULES = {
-    d.name: d
-    for d in (
-        Device("orin-nano-4gb", 34e9, 5e12),
-        Device("orin-nano-8gb", 68e9, 10e12),
-        Device("orin-nano-8gb-super", 102e9, 16.7e12),
-        Device("orin-nx-8gb", 102.4e9, 12.5e12),
-        Device("orin-nx-16gb", 102.4e9, 15e12),
-        Device("agx-orin-32gb", 204.8e9, 27e12),
-        Device("agx-orin-64gb", 204.8e9, 42.5e12),
-    )
-}
+MODULES = {m.name: Device(m.name, m.bandwidth, m.flops) for m in modules.MODULES.values()}
 # Share of the bandwidth that good INT4 decoders reach on Orin: 0.70 (TinyChat, AGX) to 0.84 (MLC, Nano Super).
 REACHED = (0.70, 0.84)
 
@@ -69,8 +57,9 @@ def step(spec: ModelSpec, rows: int, context: int, element_bytes: int = 2, logit
         if p.name == "embed":
             weights += rows * _bytes(spec, p) // p.shape[0]
         if p.name != "embed" or not spec.separate_head:
-            weights += _bytes(spec, p)
-            many = last if p.kind in ("embedding", "head") else rows
+            share = _chosen(spec, p)
+            weights += int(min(1.0, rows * share) * _bytes(spec, p))
+            many = last if p.kind in ("embedding", "head") else rows * share
             products += many * math.prod(p.shape) if len(p.shape) > 1 else 0
     kv, scores = 0, 0.0
     for i in range(len(spec.layers)):
@@ -87,9 +76,7 @@ def predict(spec: ModelSpec, module: str, context: int) -> dict[str, Any]:
 
     Raises BadInputError on an unknown module.
     """
-    if module not in MODULES:
-        raise BadInputError(f"unknown module {module!r} (known: {', '.join(MODULES)})")
-    device = MODULES[module]
+    device = MODULES[modules.module(module).name]
     one = step(spec, 1, context)
     prompt = step(spec, 512, 0, logit_rows=1)
     low, high = REACHED
@@ -105,6 +92,12 @@ def predict(spec: ModelSpec, module: str, context: int) -> dict[str, Any]:
         "decode_tok_s": [low * floor, high * floor],
         "prefill_512_tok_s_floor": 512 / prompt.floor_s(device),
     }
+
+
+def _chosen(spec: ModelSpec, p: Param) -> float:
+    """How often a row goes through a parameter: the share of experts that are chosen, 1 for everything else."""
+    moe = spec.ffn_of(int(p.name.split(".")[1])).moe if ".experts." in p.name else None
+    return moe.top_k / moe.experts if moe else 1.0
 
 
 def _bytes(spec: ModelSpec, p: Param) -> int:

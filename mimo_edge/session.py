@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING
 from mimo_edge.errors import BadInputError, MimoEdgeError
 from mimo_edge.generation import Generation
 from mimo_edge.kv.sequence import Sequence
-from mimo_edge.request import DEFAULT_MAX_TOKENS, GREEDY, SamplingParams
+from mimo_edge.options import Options
+from mimo_edge.room import Seat
 from mimo_edge.text import Message
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from mimo_edge.engine import Engine
 
 
@@ -32,32 +35,20 @@ class Session:
         self._asked: str | None = None  # what `_reply` answers in the conversation; None outside of chat
         self._messages: list[Message] = list(messages)
 
-    def generate(
-        self,
-        prompt: str | Tokens[int],
-        *,
-        max_tokens: int = DEFAULT_MAX_TOKENS,
-        sampling: SamplingParams = GREEDY,
-        stop: str | Iterable[str] = (),
-        marks: Tokens[int] = (),
-    ) -> Generation:
+    def generate(self, prompt: str | Tokens[int], **options: Unpack[Options]) -> Generation:
         """One reply to a whole prompt, as Engine.generate; the result says how many of its tokens were reused."""
         if self._closed:
             raise MimoEdgeError("the session is closed: open another with engine.session()")
-        request = self._engine.request(prompt, max_tokens, sampling, stop, self._tenant, marks)
+        engine = self._engine
+        request = engine.request(prompt, self._tenant, options)
+        guide = engine.guides.start(request.grammar) if request.grammar else None
         self._settle()
-        self._reply = Generation(self._engine, self.sequence, request)
+        self._reply = Generation(engine, Seat(self.sequence), request, guide)
         return self._reply
 
-    def chat(
-        self,
-        text: str,
-        *,
-        max_tokens: int = DEFAULT_MAX_TOKENS,
-        sampling: SamplingParams = GREEDY,
-        stop: str | Iterable[str] = (),
-    ) -> Generation:
-        """The model's reply to `text` in the conversation so far, through the bundle's chat template.
+    def chat(self, text: str, **options: Unpack[Options]) -> Generation:
+        """The model's reply to `text` in the conversation so far, through the bundle's chat template. Options as in
+        Engine.generate.
 
         Raises BadInputError without a template, on empty text, and when the conversation outgrew the context; the
         conversation is then as it was.
@@ -67,7 +58,7 @@ class Session:
         self._settle()
         user = {"role": "user", "content": text}
         prompt = self._engine.text.encode_chat([*self._messages, user]) if text else []
-        reply = self.generate(prompt, max_tokens=max_tokens, sampling=sampling, stop=stop)
+        reply = self.generate(prompt, **options)
         self._asked = text
         return reply
 
@@ -92,7 +83,7 @@ class Session:
         if not self._closed:
             self._closed = True
             self._settle()
-            self._engine.release(self.sequence)
+            self._engine.room.release(self.sequence)
 
     def __enter__(self) -> Session:
         return self

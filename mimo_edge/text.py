@@ -23,8 +23,8 @@ class Text:
     def __init__(self, tokenizer: Tokenizer, spec: ModelSpec, chat_template: str | None = None):
         tokenizer.no_truncation()  # a tokenizer.json may ask for it and would cut prompts silently
         tokenizer.no_padding()
-        self._tokenizer = tokenizer
-        self._spec = spec
+        self.tokenizer = tokenizer
+        self.spec = spec
         self._template = chat_template
         added = tokenizer.get_added_tokens_decoder().values()
         self._control = [token.content for token in added if token.special and token.content]
@@ -46,20 +46,20 @@ class Text:
             text.encode()
         except UnicodeEncodeError as e:
             raise BadInputError(f"the prompt is not valid Unicode at character {e.start}: {text[e.start]!r}") from None
-        ids = self._tokenizer.encode(text, add_special_tokens=special).ids
+        ids = self.tokenizer.encode(text, add_special_tokens=special).ids
         self.check(ids)
         return ids
 
     def check(self, ids: Sequence[int]) -> None:
         """Raises BadInputError when an id is outside the model's vocabulary."""
-        size = self._spec.vocab_size
+        size = self.spec.vocab_size
         bad = next((i for i in ids if not 0 <= i < size), None)
         if bad is not None:
             raise BadInputError(f"token {bad} is outside the model's vocabulary (allowed: 0 to {size - 1})")
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text without special tokens."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, ready for the model's reply.
@@ -71,14 +71,14 @@ class Text:
                 if token in message["content"]:
                     raise BadInputError(f"a message holds the model's control token {token!r}: remove it from the text")
         rendered = self.render_chat(messages)
-        bos = self._token(self._spec.bos_id)
+        bos = self._token(self.spec.bos_id)
         return self.encode(rendered, special=not (bos and rendered.startswith(bos)))
 
     def render_chat(self, messages: Sequence[Message]) -> str:
         """The conversation as the text that the template makes of it."""
         template = self.need_chat_template()
-        eos = self._spec.eos_ids[0] if self._spec.eos_ids else None
-        return render(template, messages, self._token(self._spec.bos_id), self._token(eos))
+        eos = self.spec.eos_ids[0] if self.spec.eos_ids else None
+        return render(template, messages, self._token(self.spec.bos_id), self._token(eos))
 
     def need_chat_template(self) -> str:
         """Raises BadInputError when the bundle has none."""
@@ -87,7 +87,7 @@ class Text:
         return self._template
 
     def _token(self, token: int | None) -> str:
-        return (self._tokenizer.id_to_token(token) or "") if token is not None else ""
+        return (self.tokenizer.id_to_token(token) or "") if token is not None else ""
 
 
 def render(template: str, messages: Sequence[Message], bos_token: str = "", eos_token: str = "") -> str:

@@ -7,7 +7,8 @@ Whoever waits moves up, so nobody starves. Lengths count in buckets, doubling; w
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -29,26 +30,44 @@ class Turns:
     """One turn at a time."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition(threading.Lock())
+        self._changed = threading.Condition()
         self._queue: list[_Waiting] = []  # in order of arrival
         self._busy = False
 
     @contextmanager
-    def turn(self, left: int) -> Iterator[None]:
-        """Waits for a turn and keeps it inside the block. `left`: tokens that the reply still has to evaluate."""
-        me = _Waiting(left.bit_length())
+    def turn(self, left: int, over: Callable[[], object] = lambda: False, due: float | None = None) -> Iterator[bool]:
+        """Waits for a turn and keeps it inside the block. `left`: tokens that the reply still has to evaluate.
+
+        Gives False, and no turn, when the reply is `over`, which is looked at when woken and at `due`, a time of
+        time.perf_counter.
+        """
+        me, mine = _Waiting(left.bit_length()), False
         with self._changed:
             self._queue.append(me)
             try:
-                self._changed.wait_for(lambda: not self._busy and min(self._queue, key=lambda w: w.urgency) is me)
-                self._busy = True
+                timeout = None if due is None else max(0.0, due - time.perf_counter())
+                self._changed.wait_for(lambda: over() or self._is_next(me), timeout)
+                if mine := self._is_next(me) and not over():
+                    self._busy = True
             finally:  # Ctrl-C while waiting, too
                 self._queue.remove(me)
-            for other in self._queue:
-                other.passed += 1
+                if not mine:
+                    self._changed.notify_all()  # another may be next without this one
+            if mine:
+                for other in self._queue:
+                    other.passed += 1
         try:
-            yield
+            yield mine
         finally:
-            with self._changed:
-                self._busy = False
-                self._changed.notify_all()
+            if mine:
+                with self._changed:
+                    self._busy = False
+                    self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Whoever waits looks again at whether its reply is over. From any thread."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def _is_next(self, me: _Waiting) -> bool:
+        return not self._busy and min(self._queue, key=lambda w: w.urgency) is me

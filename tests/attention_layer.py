@@ -35,6 +35,7 @@ class Layer:
     block: int = 16
     seed: int = 0
     tuned: Tuning = SMALL
+    held: list[int] | None = None  # the first committed position that counts, of each sequence
     pool: Pool = field(init=False)
     t: dict[str, torch.Tensor] = field(init=False)  # buffers by name
 
@@ -71,7 +72,7 @@ class Layer:
         scratch = variants.decode_scratch(len(qkv), self.a, self.pool, self.tuned)
         self.t |= allocate(scratch)
         names = self._names(*scratch)
-        run(self.t, variants.decode(len(qkv), self.a, self.pool, EPS, **names, tuned=self.tuned))
+        run(self.t, variants.decode(len(qkv), self.a, self.pool, EPS, **names, held=bool(self.held), tuned=self.tuned))
         assert not self.t["counters"].any()
         return self._check(*want)
 
@@ -90,7 +91,8 @@ class Layer:
         scratch = variants.prefill_scratch(len(qkv), self.a)
         self.t |= allocate(scratch)
         names = self._names(*scratch)
-        run(self.t, *variants.prefill(len(qkv), self.a, self.pool, EPS, **names, tuned=self.tuned))
+        held = bool(self.held)
+        run(self.t, *variants.prefill(len(qkv), self.a, self.pool, EPS, **names, held=held, tuned=self.tuned))
 
     def commit(self, counts):
         self.t["counts"] = torch.tensor(counts, dtype=torch.int32)
@@ -114,9 +116,14 @@ class Layer:
         norms = [t["q_norm"], t["k_norm"]] if a.qk_norm else [None, None]
         rest = [t[n] for n in ("positions", "sequences", "lengths", "table", "frequencies")]
         rest += [t["sinks"] if a.sinks else None, *norms]
+        if self.held:
+            rest.append(torch.tensor(self.held))
         clean = [t[n].nan_to_num(0) for n in ("k_pool", "v_pool")]  # the reference multiplies what no row sees by 0
         y = windowed_attention(shape, qkv.float(), *clean, *rest)[0]
-        return y, windowed_attention(shape, qkv.float(), t["k_pool"], t["v_pool"], *rest)[1:]
+        pools = windowed_attention(shape, qkv.float(), t["k_pool"], t["v_pool"], *rest)[1:]
+        if self.held:
+            t["lengths"] = torch.cat([t["lengths"], torch.tensor(self.held, dtype=torch.int32)])
+        return y, pools
 
     def _check(self, want, pools):
         y = self.t["y"].clone()

@@ -13,7 +13,7 @@ from tiny_weights import INT4, write_weights
 
 from mimo_edge.backends.cuda import CudaBackend
 from mimo_edge.bundle import CHAT_TEMPLATE, TOKENIZER, Bundle, BundleWriter, read_tensors
-from mimo_edge.export.programs import lower, write_device_weights
+from mimo_edge.export.programs import lower, write_device_weights, write_tensorrt
 from mimo_edge.export.programs.tuning import Tuning
 from mimo_edge.kernels import index
 from mimo_edge.kernels.index import KernelEntry, KernelIndex
@@ -24,9 +24,12 @@ from mimo_edge.spec import ModelSpec
 PREFILL = (16,)
 
 
-def write_cuda_bundle(out: Path, spec: ModelSpec, capability: int = 87, seed: int = 0, tuning=None) -> Bundle:
-    """INT4 weights, programs for steps of 1, 4 and 16 rows, and an index as the compiler would write it."""
-    spec = replace(spec, vocab_size=258, bos_id=BOS, eos_ids=(EOS,), quant=INT4)
+def write_cuda_bundle(
+    out: Path, spec: ModelSpec, capability: int = 87, seed: int = 0, tuning=None, vocab: int = 258, compile=None
+) -> Bundle:
+    """INT4 weights, programs for steps of 1, 4 and 16 rows, and an index as the compiler would write it. With another
+    vocabulary than bytes and two more, it is for the backend alone."""
+    spec = replace(spec, vocab_size=vocab, bos_id=BOS, eos_ids=(EOS,), quant=INT4)
     with BundleWriter(out) as writer:
         write_weights(spec, writer.path("."), seed)
         writer.path(TOKENIZER).write_text(byte_tokenizer().to_str())
@@ -36,9 +39,10 @@ def write_cuda_bundle(out: Path, spec: ModelSpec, capability: int = 87, seed: in
         tensors = read_tensors(writer.path("weights.safetensors"))
         write_device_weights(spec, tensors, writer.path(index.WEIGHTS), writer.path(index.WEIGHTS_INDEX))
         programs = lower(spec, tuning or Tuning(), PREFILL)
-        compiled = fake_compile(programs.variants().values(), capability, folder)
+        compiled = (compile or fake_compile)(programs.variants().values(), capability, folder)
         (folder / index.INDEX).write_text(compiled.dumps())
         (folder / index.PROGRAMS).write_text(programs.dumps())
+        write_tensorrt(folder, spec, tuning or Tuning(), PREFILL)
         return writer.finish(spec, f"sm_{capability}", "tiny")
 
 

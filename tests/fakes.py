@@ -82,7 +82,9 @@ class FakeBackend:
     def allocate(self, layout):
         self.layout = layout
         self._full = np.full(layout.pages * layout.page_size, -1)
-        self._rings = {kind: np.full(layout.sequences * r, -1) for kind, r in layout.rings.items()}
+        kinds = layout.spec.attention
+        self._sizes = {kind: r for kind, r in layout.rings.items() if kind in kinds}
+        self._rings = {kind: np.full(layout.sequences * r, -1) for kind, r in self._sizes.items()}
 
     def run(self, steps):
         assert not self.closed
@@ -101,7 +103,7 @@ class FakeBackend:
         for step, rows in zip(self._rows, accepted, strict=True):
             for p, token in enumerate(step.tokens[:rows].tolist(), step.start):
                 self._full[self._slot(step.slots, p)] = token
-                for kind, r in self.layout.rings.items():
+                for kind, r in self._sizes.items():
                     self._rings[kind][step.slots.ring * r + p % r] = token
         self._rows = []
 
@@ -134,7 +136,7 @@ class FakeBackend:
     def _past(self, step):
         past = [int(self._full[self._slot(step.slots, p)]) for p in range(step.start)]
         assert -1 not in past, "a row was read that was never committed"
-        for kind, r in self.layout.rings.items():
+        for kind, r in self._sizes.items():
             oldest = first_visible(step.start, self.layout.spec.attention[kind].window)
             for slot, p in enumerate(ring_positions(step.start, r).tolist()):
                 if p >= oldest:
@@ -142,10 +144,12 @@ class FakeBackend:
         return past
 
 
-def fake_engine(rule=scramble, *, context=64, window=5, sessions=1, chunk=256, template=TEMPLATE, cache=None) -> Engine:
+def fake_engine(
+    rule=scramble, *, context=64, window=5, sessions=1, chunk=256, template=TEMPLATE, cache=None, queue=0
+) -> Engine:
     spec = fake_spec(context, window)
     text = fake_text(spec, template)
-    return Engine(spec, text, FakeBackend(rule), sessions=sessions, chunk=chunk, cache=cache)
+    return Engine(spec, text, FakeBackend(rule), sessions=sessions, chunk=chunk, cache=cache, queue=queue)
 
 
 def reply(engine, prompt, **options):

@@ -46,6 +46,7 @@ class FakeCuda:
         CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR="major",
         CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR="minor",
         CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT="sm",
+        CU_DEVICE_ATTRIBUTE_INTEGRATED="integrated",
     )
     CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
     CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1)
@@ -62,9 +63,11 @@ class FakeCuda:
         memory: int = 1 << 30,
         largest: int = 256 << 20,
         devices: int = 1,
+        integrated: bool = False,
     ):
         self.variants, self.capability, self.version = variants or {}, capability, version
         self.memory, self.largest, self.devices = memory, largest, devices
+        self.integrated = integrated
         self.live: dict[int, ctypes.Array] = {}
         self.calls: list[str] = []
         self.allocated: list[int] = []
@@ -98,7 +101,8 @@ class FakeCuda:
         return OK, b"Fake GPU".ljust(size, b"\0")
 
     def cuDeviceGetAttribute(self, attribute, device):
-        return OK, {"major": self.capability // 10, "minor": self.capability % 10, "sm": 8}[attribute]
+        values = {"major": self.capability // 10, "minor": self.capability % 10, "sm": 8, "integrated": self.integrated}
+        return OK, values[attribute]
 
     def cuDevicePrimaryCtxRetain(self, device):
         return OK, "context"
@@ -212,7 +216,7 @@ class FakeCuda:
 
     # streams, graphs, events
     def cuStreamCreate(self, flags):
-        return OK, "stream"
+        return OK, 7
 
     def cuStreamDestroy(self, stream):
         return (OK,)

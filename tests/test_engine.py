@@ -121,7 +121,7 @@ def test_timings_and_counts_describe_the_run():
     assert result.memory.window_kv_bytes == (4 + 4) * 4 * 4
     assert result.memory.peak_rss_bytes > 1 << 20
     assert reply(engine, "a", max_tokens=1).timings.decode_tok_s is None
-    assert set(result.to_json()) == {"text", "tokens", "finish_reason", "timings", "cache", "memory", "mtp"}
+    assert set(result.to_json()) == {"text", "tokens", "finish_reason", "timings", "cache", "memory", "mtp", "logprobs"}
 
 
 def test_cancel_ends_the_reply_before_its_next_step():

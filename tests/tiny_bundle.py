@@ -10,7 +10,7 @@ from tiny_weights import INT4, write_weights
 
 from mimo_edge.backends.onnxruntime import FLOAT_MODEL, MODEL
 from mimo_edge.bundle import CHAT_TEMPLATE, TOKENIZER, Bundle, BundleWriter
-from mimo_edge.export.graph.cpu import emit_cpu
+from mimo_edge.export.graph.cpu import emit_graphs
 from mimo_edge.spec import ModelSpec
 
 
@@ -20,7 +20,8 @@ def write_bundle(out: Path, spec: ModelSpec, seed: int = 0, template: str | None
     with BundleWriter(out) as writer:
         places, _ = write_weights(spec, writer.path("."), seed)
         for name in (MODEL, FLOAT_MODEL):
-            writer.path(name).write_bytes(emit_cpu(spec, places, accuracy_level=1).SerializeToString())
+            for file, graph in emit_graphs(spec, places, name, accuracy_level=1):
+                writer.path(file).write_bytes(graph.SerializeToString())
         writer.path(TOKENIZER).write_text(byte_tokenizer().to_str())
         if template is not None:
             writer.path(CHAT_TEMPLATE).write_text(template)

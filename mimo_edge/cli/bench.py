@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mimo_edge.cli.common import debug_option, progress
+from mimo_edge.cli.common import debug_option, drafts_option, progress
 from mimo_edge.errors import BadInputError, UnsupportedError
 from mimo_edge.extras import needs_extra
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mimo_edge.backends.base import Backend
     from mimo_edge.bundle import Bundle
     from mimo_edge.kv.layout import KvLayout
+    from mimo_edge.request import Drafts
     from mimo_edge.spec import ModelSpec
 
 EXAMPLES = """
@@ -44,6 +45,7 @@ _COMPARED = 1_000_000_000  # weights up to which another backend checks the logi
 )
 @click.option("--steps", type=int, default=32, show_default=True, help="Steps whose median is one repeat.")
 @click.option("--repeats", type=int, default=5, show_default=True, help="Repeats that the median is taken of.")
+@drafts_option("MTP heads whose drafts are timed, 0 to 3, or auto: all that there are.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Write the roofline to this .svg file.")
 @click.option("--predict", metavar="MODULE", help="Measure nothing; state what a module's memory allows.")
 @debug_option
@@ -55,6 +57,7 @@ def bench(
     depth: int,
     steps: int,
     repeats: int,
+    drafts: Drafts,
     plot: Path | None,
     predict: str | None,
 ) -> None:
@@ -75,7 +78,7 @@ def bench(
         _predict(bundle, random_weights, predict, depth)
         return
     with _opened(bundle, random_weights, backend) as opened:
-        _measure(opened, backend, context, depth, steps, repeats, plot)
+        _measure(opened, backend, context, depth, steps, repeats, drafts, plot)
 
 
 def _predict(bundle: str | None, spec_file: str | None, module: str, depth: int) -> None:
@@ -90,19 +93,27 @@ def _predict(bundle: str | None, spec_file: str | None, module: str, depth: int)
 
 
 def _measure(
-    bundle: Bundle, name: str, context: int | None, depth: int, steps: int, repeats: int, plot: Path | None
+    bundle: Bundle,
+    name: str,
+    context: int | None,
+    depth: int,
+    steps: int,
+    repeats: int,
+    drafts: Drafts,
+    plot: Path | None,
 ) -> None:
     from mimo_edge import bench as measuring
     from mimo_edge import roofline
     from mimo_edge.backends import registry
-    from mimo_edge.engine import resolve_context
-    from mimo_edge.kv.layout import plan_layout
+    from mimo_edge.decoding.mtp import check_drafts, usable_heads
+    from mimo_edge.kv.layout import plan_layout, resolve_context
     from mimo_edge.params import count
 
     spec = bundle.spec
     tokens = resolve_context(
         spec, context if context is not None else min(spec.max_context, max(measuring.PREFILL) + 256)
     )
+    check_drafts(drafts)
     need = depth + steps + measuring.DRAFT_ROWS
     if need > tokens:
         raise BadInputError(f"--depth {depth} and --steps {steps} need {need} tokens, the context is {tokens}")
@@ -110,7 +121,9 @@ def _measure(
         report(None, None, "loading")
         backend = registry.load(name, bundle)
         try:
-            layout = plan_layout(spec, tokens, element_bytes=getattr(backend, "element_bytes", 4))
+            heads, _ = usable_heads(spec, backend, drafts)
+            chunk = getattr(backend, "chunk", measuring.CHUNK)
+            layout = plan_layout(spec, tokens, 1, getattr(backend, "element_bytes", 4), heads=heads, chunk=chunk)
             device = measuring.device_of(backend)
             backend.allocate(layout)
             meter = measuring.Bench(spec, backend, layout)
@@ -130,6 +143,11 @@ def _measure(
             {"name": p.name, "ms": 1e3 * p.seconds, "floor_ms": 1e3 * floor, "floor_share": floor / p.seconds}
         )
         click.echo(f"{p.name:<18} {1e3 * p.seconds:9.3f} ms   floor {1e3 * floor:9.3f} ms   {floor / p.seconds:6.1%}")
+    if draft := results.get("draft"):
+        what = f"{draft['heads']} drafts"
+        click.echo(
+            f"{what:<18} {draft['ms']['median']:9.3f} ms   pay from {draft['tokens_to_pay']:.2f} tokens a step on"
+        )
     if plot:
         plot.write_text(roofline.plot(device, points))
     click.echo(json.dumps(about | checked | results))
@@ -140,7 +158,7 @@ def _other(bundle: Bundle, backend: Backend, layout: KvLayout) -> Backend | None
     from mimo_edge.backends import registry
 
     name = "onnxruntime-float"
-    if backend.name != "cuda" or not bundle.has("model.cpu-float.onnx"):
+    if backend.name not in ("cuda", "tensorrt") or not bundle.has("model.cpu-float.onnx"):
         return None
     other = registry.load(name, bundle)
     other.allocate(layout)

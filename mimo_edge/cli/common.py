@@ -11,6 +11,9 @@ from typing import Any
 
 import click
 
+from mimo_edge.errors import BadInputError
+from mimo_edge.spec import MAX_DRAFTS
+
 
 @dataclass
 class Settings:
@@ -30,6 +33,17 @@ def debug_option(command: Callable[..., Any]) -> Callable[..., Any]:
         "--debug", is_flag=True, expose_value=False, callback=_set_debug, help="Show tracebacks of errors."
     )
     return option(command)
+
+
+def _drafts(_: click.Context, option: click.Parameter, value: str) -> str | int:
+    if value == "auto" or (value.isascii() and value.isdigit()):
+        return value if value == "auto" else int(value)
+    raise BadInputError(f"drafts {value!r} is out of range (allowed: auto, 0 to {MAX_DRAFTS})")
+
+
+def drafts_option(help: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """--drafts: "auto" or a number."""
+    return click.option("--drafts", metavar="N", default="auto", show_default=True, callback=_drafts, help=help)
 
 
 @contextmanager

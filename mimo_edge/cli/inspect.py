@@ -52,21 +52,27 @@ def inspect(path: Path | None, context: int | None, as_json: bool) -> None:
 
 def _open(path: Path) -> tuple[ModelSpec, dict[str, Any]]:
     if (path / "manifest.json").is_file():
-        from mimo_edge.bundle import Bundle
+        from mimo_edge.bundle import Bundle, head_graphs
 
         bundle = Bundle.open(path)
-        m = bundle.manifest
-        return bundle.spec, {"kind": "bundle", "name": m.name, "target": m.target, "fingerprint": m.fingerprint}
+        m, graphs = bundle.manifest, head_graphs("model.cpu.onnx", bundle.spec)
+        about = {"kind": "bundle", "name": m.name, "target": m.target, "fingerprint": m.fingerprint}
+        return bundle.spec, about | {"head_graphs": sum(bundle.has(name) for name in graphs)}
     with needs_extra("export", "inspecting a checkpoint"):
         from mimo_edge.export.families import open_checkpoint
     checkpoint = open_checkpoint(path)
-    return checkpoint.spec, {"kind": "checkpoint", "name": checkpoint.name, "target": None, "fingerprint": None}
+    return checkpoint.spec, {
+        "kind": "checkpoint",
+        "name": checkpoint.name,
+        "target": None,
+        "fingerprint": None,
+        "head_graphs": None,
+    }
 
 
 def describe(spec: ModelSpec, context: int | None) -> dict[str, Any]:
     """Everything about a model that follows from its spec, as JSON."""
-    from mimo_edge.engine import resolve_context
-    from mimo_edge.kv.layout import plan_layout
+    from mimo_edge.kv.layout import plan_layout, resolve_context
     from mimo_edge.params import count
     from mimo_edge.spec import QuantSpec, TensorQuant
 
@@ -125,6 +131,16 @@ def _print(facts: dict[str, Any]) -> None:
     console.print(f"[bold]{facts['name']}[/] ({what})", highlight=False)
     for table in (_layer_table(facts["layers"]), _byte_table(facts), _pool_table(facts["pools"])):
         console.print(table)
+    if facts["mtp"]:
+        console.print(_heads(facts), highlight=False)
+
+
+def _heads(facts: dict[str, Any]) -> str:
+    mtp = facts["mtp"]
+    text = f"{mtp['heads']} MTP heads, attention {mtp['attention']}, feed-forward {mtp['ffn']}"
+    if facts["head_graphs"] in (None, mtp["heads"]):
+        return text
+    return f"{text}; the bundle has graphs of {facts['head_graphs']}: export it again to draft on a CPU"
 
 
 def _layer_table(groups: list[dict[str, Any]]) -> Table:

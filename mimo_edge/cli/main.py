@@ -15,13 +15,17 @@ import click
 
 from mimo_edge import __version__
 from mimo_edge.cli.bench import bench
+from mimo_edge.cli.build import build
 from mimo_edge.cli.cache import cache
 from mimo_edge.cli.common import LogLines, Settings, debug_option
 from mimo_edge.cli.completion import completion
+from mimo_edge.cli.doctor import doctor
 from mimo_edge.cli.eval import eval_
 from mimo_edge.cli.export import export
 from mimo_edge.cli.inspect import inspect
+from mimo_edge.cli.plan import plan
 from mimo_edge.cli.run import run
+from mimo_edge.cli.selftest import selftest
 from mimo_edge.errors import MimoEdgeError
 
 EXAMPLES = """
@@ -45,7 +49,7 @@ def cli() -> None:
     """INT4 language models with sliding windows, exported once and run on small machines."""
 
 
-for command in (export, run, inspect, bench, eval_, cache, completion):
+for command in (export, build, run, inspect, plan, doctor, selftest, bench, eval_, cache, completion):
     cli.add_command(command)
 
 

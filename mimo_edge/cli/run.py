@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mimo_edge.cli.caching import Conversation, cache_from, cache_options
-from mimo_edge.cli.common import debug_option, note, progress
+from mimo_edge.cli.caching import Conversation, Size, cache_from, cache_options
+from mimo_edge.cli.common import debug_option, drafts_option, note, progress
+from mimo_edge.cli.guided import form_of, guided_options
 from mimo_edge.errors import BadInputError
-from mimo_edge.request import DEFAULT_MAX_TOKENS, EMPTY_PROMPT, Result, SamplingParams
+from mimo_edge.request import DEFAULT_MAX_TOKENS, EMPTY_PROMPT, Drafts, Result, SamplingParams
 
 if TYPE_CHECKING:
     from mimo_edge.generation import Generation
@@ -28,6 +29,7 @@ Examples:
   mimo-edge run gemma --temperature 0.8 --top-p 0.95 --seed 7 < prompt.txt
   mimo-edge run --chat
   mimo-edge run --chat -p "bring me the red cup" --cache-dir ~/.cache/mimo-edge --session kitchen
+  mimo-edge run -p "pick up the red cup" --schema action.json
   mimo-edge run gemma -p "2 + 2 =" --stop $'\\n' --json | jq .timings
 
 Without --prompt the prompt is read from stdin; one newline at its end is dropped. Ctrl-C ends a reply early and
@@ -61,15 +63,22 @@ def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, show_default=True, help="Longest reply.")
 @sampling_options
 @click.option("--stop", metavar="TEXT", multiple=True, help="End the reply before this text; may be given again.")
+@guided_options
 @click.option(
     "--backend",
     default="auto",
     show_default=True,
-    help="onnxruntime, onnxruntime-float (exact activations), cuda, cuda-ptx (an older GPU's kernels), reference, "
-    "or auto.",
+    help="onnxruntime, onnxruntime-float (exact activations), cuda, cuda-ptx (an older GPU's kernels), tensorrt, "
+    "reference, or auto.",
 )
 @click.option("--threads", type=int, help="Processor threads  [default: the backend's choice]")
 @click.option("--context", type=int, help="Tokens of KV cache to allocate  [default: the bundle's context]")
+@drafts_option(
+    "Tokens that MTP heads draft for a step to verify, 0 to 3, or auto: as many as pay. The text is the same."
+)
+@click.option(
+    "--memory-budget", type=Size(), metavar="SIZE", help="Refuse, by item, what would take more memory, such as 3G."
+)
 @cache_options
 @click.option(
     "--session", "name", metavar="NAME", help="Go on with a conversation that --cache-dir keeps by this name."
@@ -82,9 +91,14 @@ def run(
     chat: bool,
     max_tokens: int,
     stop: tuple[str, ...],
+    schema: str | None,
+    regex: str | None,
+    grammar: str | None,
     backend: str,
     threads: int | None,
     context: int | None,
+    drafts: Drafts,
+    memory_budget: int | None,
     cache_bytes: int | None,
     cache_dir: Path | None,
     cache_disk_bytes: int | None,
@@ -100,6 +114,7 @@ def run(
     if chat and prompt is None and as_json:
         raise click.UsageError("--json prints one reply: give --chat a --prompt as well")
     ask: dict[str, Any] = {"max_tokens": max_tokens, "sampling": SamplingParams(**sampling), "stop": stop}
+    ask |= form_of(schema, regex, grammar)
     if prompt is None and not chat:
         prompt = read_prompt()
     if prompt == "":  # the engine would say so too, after loading
@@ -111,12 +126,22 @@ def run(
     messages = conversation.load() if conversation else []
     cache = cache_from(cache_bytes, cache_dir, cache_disk_bytes, cache_record)
     from mimo_edge.bundle import BUILT_IN
+    from mimo_edge.device.process import volunteer
     from mimo_edge.engine import Engine
 
+    volunteer()
     with progress() as report:
         report(None, None, f"loading {bundle or 'the built-in model'}")
         path = BUILT_IN if bundle is None else bundle
-        engine = Engine.open(path, backend, max_context=context, threads=threads, cache=cache)
+        engine = Engine.open(
+            path,
+            backend,
+            max_context=context,
+            threads=threads,
+            cache=cache,
+            drafts=drafts,
+            memory_budget=memory_budget,
+        )
     with engine:
         if speaks:
             engine.text.need_chat_template()
@@ -159,6 +184,9 @@ def show(generation: Generation, quiet: bool = False) -> Result:
     speed = f", {result.timings.decode_tok_s:.1f} tokens/s" if result.timings.decode_tok_s else ""
     reused = f", {result.cache.reused_tokens} of {result.cache.prompt_tokens} prompt tokens reused"
     note(f"{len(result.tokens)} tokens{speed}{reused if result.cache.reused_tokens else ''} ({result.finish_reason})")
+    if result.mtp.steps:
+        per_step = (len(result.tokens) - 1) / result.mtp.steps
+        note(f"{per_step:.2f} tokens a step; {result.mtp.reason}")
     return result
 
 

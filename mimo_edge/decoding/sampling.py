@@ -6,7 +6,7 @@ how rows were grouped into steps, and a candidate's noise does not depend on whi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from mimo_edge.request import SamplingParams
 
 Ids = NDArray[np.int64]
 Scores = NDArray[np.float64]
+Mask = NDArray[np.bool_]
 
 _GOLDEN, _MIX_A, _MIX_B = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64, Steele et al. 2014
 _MASK = 2**64 - 1
@@ -29,22 +30,42 @@ class Sampler:
         self._params = params
         self._seen = set(prompt) if params.repetition_penalty != 1 else set()
 
-    def sample(self, logits: NDArray[np.float32], position: int) -> int:
-        """The token for `position` given its float32 [vocab] logits. Raises MimoEdgeError when they are not finite."""
+    def sample(self, logits: NDArray[np.float32], position: int, mask: Mask | None = None) -> int:
+        """The token for `position` given its float32 [vocab] logits, which is remembered. Raises MimoEdgeError when
+        they are not finite. Tokens where the bool [vocab] `mask` is False cannot be chosen."""
+        token = self.choose(logits, position, mask=mask)
+        self.remember(token)
+        return token
+
+    def remember(self, token: int) -> None:
+        """A token that occurs in the reply; `sample` does it."""
+        if self._params.repetition_penalty != 1:
+            self._seen.add(token)
+
+    def choose(
+        self, logits: NDArray[np.float32], position: int, drafts: Sequence[int] = (), mask: Mask | None = None
+    ) -> int:
+        """As `sample` behind `drafts`, with nothing remembered."""
+        if mask is not None:
+            logits = np.where(mask, logits, np.float32(-np.inf))
         penalty = self._params.repetition_penalty
         if penalty != 1:
-            logits = penalise(logits, np.fromiter(self._seen, np.int64, len(self._seen)), penalty)
+            seen = self._seen.union(drafts)
+            logits = penalise(logits, np.fromiter(seen, np.int64, len(seen)), penalty)
         best = int(np.argmax(logits))
         if not np.isfinite(logits[best]):  # argmax returns the first NaN, if there is one
             raise not_finite(position)
         if self._params.temperature == 0:
-            token = best
-        else:
-            ids, scores = candidates(logits, self._params)
-            token = int(ids[np.argmax(scores + gumbel(self._params.seed, position, ids))])
-        if penalty != 1:
-            self._seen.add(token)
-        return token
+            return best
+        ids, scores = candidates(logits, self._params)
+        return int(ids[np.argmax(scores + gumbel(self._params.seed, position, ids))])
+
+
+def log_probability(logits: NDArray[np.float32], token: int) -> float:
+    """Of a token under the model itself: log softmax of float32 [vocab] logits."""
+    highest = logits.max()
+    total = np.exp(logits - highest).sum(dtype=np.float64)
+    return float(logits[token] - highest) - float(np.log(total))
 
 
 def not_finite(position: int) -> MimoEdgeError:

@@ -200,7 +200,7 @@ def test_auto_takes_the_gpu_and_says_why(tmp_path, driver_is, caplog, monkeypatc
         assert engine.backend.name == "cuda" and engine.chunk == 16
         assert engine.memory().full_kv_bytes == engine.backend.memory()["kv"] == 64 * 2 * 16 * 2
         text = "".join(engine.generate("abc", max_tokens=4))
-        monkeypatch.setattr(engine.backend, "best", lambda step: np.array([-1]))
+        monkeypatch.setattr(engine.backend, "best", lambda step: np.full(len(step.tokens), -1))
         with pytest.raises(MimoEdgeError, match="logits at position 3 are not finite"):
             list(engine.generate([1, 2, 3], max_tokens=2))
     assert "backend cuda, as the bundle has kernels for this GPU" in caplog.text

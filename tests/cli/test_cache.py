@@ -1,11 +1,14 @@
 """Prefix cache on the command line: run's options, and what `cache` does with a folder."""
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 from fakes import FakeBackend, fake_bundle
 
 from mimo_edge.backends import registry
+from mimo_edge.cli.caching import Conversation
 from mimo_edge.cli.main import main
 
 TEXT = "a prompt of sixty tokens or so, which is more than a single page"
@@ -62,12 +65,31 @@ def test_a_named_conversation_goes_on_in_the_next_run(command, bundle, tmp_path)
     assert code == 2 and "does not hold a conversation: remove it to start anew" in err
 
 
+def test_a_conversation_is_on_the_disk_before_its_name_is(command, bundle, tmp_path, monkeypatch):
+    """The file, its name in the folder, the folder's own name: in this order, or a power cut loses an answered turn."""
+    events, fsync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: (events.append(Path(os.readlink(f"/proc/self/fd/{fd}"))), fsync(fd)))
+    monkeypatch.setattr(os, "replace", lambda a, b: (events.append("rename"), replace(a, b)))
+    Conversation(tmp_path, "kitchen").save([{"role": "user", "content": "hello"}])
+    assert events[0].parent == tmp_path / "sessions" and events[0].suffix == ".partial"
+    assert events[1:] == ["rename", tmp_path / "sessions", tmp_path]
+
+
+def test_a_conversation_that_is_no_file_is_one_line(command, bundle, tmp_path):
+    (tmp_path / "sessions").mkdir()
+    os.mkfifo(tmp_path / "sessions" / "kitchen.json")
+    code, _, err = command("run", bundle, "--chat", "--cache-dir", tmp_path, "--session", "kitchen", "-p", "x")
+    assert code == 2 and "kitchen.json ([Errno 22] not a regular file): remove it to start anew" in err
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--cache-bytes", "0"], "'0' is not a size (allowed: 1 or more bytes"),
         (["--cache-bytes", "12 apples"], "'12 apples' is not a size"),
         (["--cache-bytes", "nan"], "'nan' is not a size"),
+        (["--cache-bytes", "900T"], "989,560,464,998,400 bytes is more than this machine's memory of "),
+        (["--cache-dir", ""], "'' is not a folder: name one, or `.` for the current folder"),
         (["--cache-bytes", "9K"], "a cache of 9,216 bytes cannot hold one request of 512 tokens"),
         (["--cache-record"], "--cache-record and --cache-disk-bytes need --cache-dir DIR"),
         (["--session", "a", "--chat"], "--session NAME needs --cache-dir DIR"),
@@ -95,29 +117,29 @@ def test_stats_say_what_is_there_and_how_much_it_helped(command, bundle, tmp_pat
     facts, n = json.loads(out), 1 + len(TEXT)
     [held] = facts["models"].values()
     files = [p.stat().st_size for p in tmp_path.glob("*/*") if p.suffix in (".page", ".snapshot")]
-    assert held == {"snapshots": 1, "pages": 1, "bytes": facts["bytes"]} and facts["bytes"] >= sum(files)
+    assert held == {"snapshots": 2, "pages": 1, "bytes": facts["bytes"]} and facts["bytes"] >= sum(files)
     assert facts["requests"] == 3 and facts["hit_rate"] == pytest.approx(2 * (n - 1) / (3 * n))
-    assert facts["totals"]["disk, stored"] == 1 and facts["totals"]["disk, loaded"] == 2
+    assert facts["totals"]["disk, stored"] == 2 and facts["totals"]["disk, loaded"] == 2
     code, out, _ = command("cache", "stats", tmp_path)
-    assert code == 0 and "65.6% of prompt tokens reused" in out and "1 snapshots, 1 pages" in out
+    assert code == 0 and "65.6% of prompt tokens reused" in out and "2 snapshots, 1 pages" in out
 
 
 def test_verify_removes_what_is_damaged_and_says_so_with_its_exit_code(command, bundle, tmp_path):
     ask(command, bundle, "--cache-dir", tmp_path)
     assert command("cache", "verify", tmp_path)[:2] == (
         0,
-        "1 snapshots are whole, 0 files or snapshots were not and were removed\n",
+        "2 snapshots are whole, 0 files or snapshots were not and were removed\n",
     )
     [page] = tmp_path.glob("*/*.page")
     page.write_bytes(page.read_bytes()[:-1] + b"?")
     code, out, _ = command("cache", "verify", tmp_path)
-    assert code == 1 and out.startswith("0 snapshots are whole, 1 ") and not list(tmp_path.glob("*/*.*"))
+    assert code == 1 and out.startswith("0 snapshots are whole, 2 ") and not list(tmp_path.glob("*/*.*"))
 
 
 def test_clear_removes_entries_and_nothing_else(command, bundle, tmp_path):
     (tmp_path / "mine.txt").write_text("x")
     ask(command, bundle, "--cache-dir", tmp_path)
-    assert command("cache", "clear", tmp_path)[:2] == (0, "removed 2 files\n")
+    assert command("cache", "clear", tmp_path)[:2] == (0, "removed 3 files\n")
     assert (tmp_path / "mine.txt").exists() and not list(tmp_path.glob("*/*.*"))
     assert ask(command, bundle, "--cache-dir", tmp_path)["cache"]["reused_tokens"] == 0
 
@@ -135,8 +157,12 @@ def test_a_recorded_trace_tells_which_prompts_are_alike_and_not_what_they_say(co
 def test_a_folder_that_is_none_is_one_line(command, tmp_path, what):
     code, _, err = command("cache", what, tmp_path / "missing")
     assert code == 2 and "is not a folder: name the one given to `mimo-edge run --cache-dir`" in err
+    code, _, err = command("cache", what, "")
+    assert code == 2 and "'' is not a folder: name one, or `.` for the current folder" in err
 
 
 def test_a_folder_without_recorded_requests_says_how_to_record_some(command, tmp_path):
     code, _, err = command("cache", "export-trace", tmp_path)
     assert code == 2 and "record some with `mimo-edge run --cache-record`" in err
+    os.mkfifo(tmp_path / "trace.jsonl")
+    assert command("cache", "export-trace", tmp_path)[::2] == (code, err)

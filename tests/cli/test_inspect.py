@@ -1,12 +1,14 @@
 """mimo-edge inspect against sizes computed by hand."""
 
 import json
+import shutil
 
 import pytest
 from click.testing import CliRunner
 from specs import mimo_spec
 from tiny_bundle import write_bundle
 
+from mimo_edge.bundle import BundleWriter
 from mimo_edge.cli.common import Settings
 from mimo_edge.cli.inspect import inspect, megabytes, ranges
 
@@ -34,6 +36,20 @@ def test_json_of_a_bundle(bundle):
     assert sizes["total"] == sum(v for k, v in sizes.items() if k != "total")
     places = (bundle.path / "weights.safetensors").stat().st_size
     assert 0 < places - sizes["total"] < 16_000  # the file's header
+
+
+def test_heads_and_their_graphs(tmp_path):
+    bundle = write_bundle(tmp_path / "heads", mimo_spec(mtp=3))
+    facts = json.loads(output(bundle.path, "--json"))
+    assert facts["mtp"]["heads"] == facts["head_graphs"] == 3
+    text = " ".join(output(bundle.path).split())
+    assert "3 MTP heads, attention window, feed-forward mtp" in text and "export it again" not in text
+    with BundleWriter(tmp_path / "older") as writer:
+        for name in bundle.manifest.files:
+            if "mtp" not in name:
+                shutil.copyfile(bundle.file(name), writer.path(name))
+        writer.finish(bundle.spec, "cpu", "older")
+    assert "the bundle has graphs of 0: export it again" in " ".join(output(tmp_path / "older").split())
 
 
 def test_pools_follow_the_context(bundle):

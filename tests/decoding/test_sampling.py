@@ -272,3 +272,46 @@ def test_values_out_of_range_are_named(field, value):
 def test_values_at_the_edges_are_allowed():
     SamplingParams(100, 0, 1, 0, 0.01, 2**63 - 1)
     SamplingParams(0, 10**9, 1e-9, 0.999, 100, 0)
+
+
+@pytest.mark.parametrize("params", CASES, ids=name)
+@pytest.mark.parametrize("share", [0.02, 0.5, 1.0])
+def test_what_a_mask_forbids_is_out_before_everything_else(params, share):
+    """As if those logits were minus infinity, and the allowed ones alone share the probability."""
+    logits, rng = fresh_logits(4001, seed=3), np.random.default_rng(5)
+    mask = rng.random(logits.size) < share
+    masked = np.where(mask, logits, np.float32(-np.inf))
+    for position in range(20):
+        token = Sampler(params, ()).choose(logits, position, mask=mask)
+        assert mask[token] and token == Sampler(params, ()).choose(masked, position)
+    assert np.array_equal(logits, fresh_logits(4001, seed=3))
+    kept = distribution(masked, params)
+    assert not kept[~mask].any() and abs(kept.sum() - 1) < 1e-9
+
+
+def test_a_mask_of_one_leaves_no_choice_whatever_the_logits_and_the_seed():
+    mask = np.zeros(300, bool)
+    mask[17] = True
+    logits = fresh_logits(300)
+    logits[17] = logits.min() - 30
+    for params in (*CASES, SamplingParams(), SamplingParams(temperature=1, repetition_penalty=1.5)):
+        assert Sampler(params, [17, 3]).sample(logits, 5, mask) == 17
+
+
+def test_the_best_allowed_token_is_taken_and_remembered():
+    logits = np.array([5, 4, 3, 2], np.float32)
+    mask = np.array([False, True, True, False])
+    assert Sampler(SamplingParams(), ()).sample(logits, 0, mask) == 1
+    sampler = Sampler(SamplingParams(repetition_penalty=10), ())
+    assert [sampler.sample(logits, i, mask) for i in range(2)] == [1, 2]
+    sampler = Sampler(SamplingParams(repetition_penalty=10), ())
+    sampler.remember(1)
+    assert sampler.sample(logits, 0, mask) == 2
+
+
+def test_log_probabilities_are_those_of_the_logits():
+    logits = fresh_logits(5000, spread=8.0)
+    exact = np.log(softmax(logits.astype(np.float64)))
+    got = [sampling.log_probability(logits, t) for t in range(0, 5000, 37)]
+    np.testing.assert_allclose(got, exact[::37], rtol=1e-6, atol=1e-6)
+    assert sampling.log_probability(np.array([0, -np.inf], np.float32), 0) == 0

@@ -15,7 +15,7 @@ from mimo_edge.export.programs.random_bundle import _write
 from mimo_edge.export.programs.tuning import Tuning
 from mimo_edge.kernels.int4_linear import layout
 from mimo_edge.params import parameters
-from mimo_edge.spec import QuantSpec, TensorQuant
+from mimo_edge.spec import MtpSpec, QuantSpec, TensorQuant
 
 
 def has_experts(spec):
@@ -44,6 +44,48 @@ def test_every_argument_is_a_buffer_of_its_type(name):
                     assert value in programs.buffers, (x.variant.kernel, argument, value)
     assert used - {"counts"} >= {n for n, b in programs.buffers.items() if b.role in ("kv", "output")} - {"counts"}
     assert {n for n, b in programs.buffers.items() if b.role == "weight"} <= used | {"norm"}
+
+
+HEADS = {
+    "mimo-v2": mimo_spec(mtp=3),
+    "mimo-7b": replace(qwen_spec(), mtp=MtpSpec(1, "full", "dense", order="hidden_first")),
+    "chained": replace(mimo_spec(mtp=2), mtp=MtpSpec(2, "window", "mtp", chained=True)),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_are_pieces_of_rounds(name):
+    spec = quantised(HEADS[name])
+    programs = lower(spec, Tuning(), (16,))
+    heads = range(spec.mtp.heads)
+    names = [f"{kind}.{m}" for m in heads for kind in ("draft", "best", "sample", "catchup.16")]
+    assert list(programs.programs)[5:] == ["begin.drafts", "verify", *names, "accept.best", "accept.sample"]
+    assert programs.heads == len(heads)
+    used = set()
+    for program in programs.programs.values():
+        for x in (*program.launches, *program.commit):
+            assert list(x.args) == list(x.variant.types) and x.grid[0] >= 1, x.variant.kernel
+            used |= {v for v in x.args.values() if isinstance(v, str)}
+    assert used <= programs.buffers.keys()
+    assert {n for n, b in programs.buffers.items() if b.role in ("kv", "weight")} <= used | {"norm"}
+    assert not any(p.commit for n, p in programs.programs.items() if n.split(".")[0] not in ("step", "head"))
+    kernels = {x.variant.kernel for x in programs.programs["catchup.16.0"].launches}
+    attends = "windowed_attention.prefill" in kernels
+    assert attends == spec.mtp.chained, "keys and values follow from a row's input alone, unless heads are chained"
+
+
+def test_the_heads_that_an_engine_leaves_out_are_no_memory_and_no_work():
+    spec = quantised(mimo_spec(mtp=3))
+    all_heads, plain = lower(spec, Tuning(), (16,)), lower(replace(spec, mtp=None), Tuning(), (16,))
+    one, none = all_heads.with_heads(1), all_heads.with_heads(0)
+    assert one.heads == 1 and all_heads.with_heads(3) == all_heads
+    assert [n for n in one.buffers if n.startswith("mtp.") and one.buffers[n].role == "kv"] == [
+        "mtp.hidden", "mtp.0.layer.k", "mtp.0.layer.v"
+    ]  # fmt: skip
+    assert none.programs == plain.programs
+    assert {n for n, b in none.buffers.items() if b.role == "kv"} == {
+        n for n, b in plain.buffers.items() if b.role == "kv"
+    }
 
 
 def test_grids_and_launches_do_not_depend_on_the_context():
