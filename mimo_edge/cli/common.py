@@ -36,8 +36,10 @@ def debug_option(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _drafts(_: click.Context, option: click.Parameter, value: str) -> str | int:
-    if value == "auto" or (value.isascii() and value.isdigit()):
-        return value if value == "auto" else int(value)
+    if value == "auto":
+        return value
+    if value.isascii() and value.isdigit() and int(value) <= MAX_DRAFTS:
+        return int(value)
     raise BadInputError(f"drafts {value!r} is out of range (allowed: auto, 0 to {MAX_DRAFTS})")
 
 
