@@ -74,13 +74,7 @@ class KernelIndex:
     @staticmethod
     def loads(text: str | bytes, where: str) -> KernelIndex:
         """Raises BadInputError naming `where` when the text is no index that this version reads."""
-        try:
-            data: Any = json.loads(text)
-        except ValueError as e:
-            raise BadInputError(f"{where} is not JSON ({e}): copy or export the bundle again") from None
-        if isinstance(data, dict) and data.get("format") != FORMAT:
-            raise BadInputError(f"{where}: format {data.get('format')!r}, this version reads {FORMAT}: export again")
-        return from_json(KernelIndex, data, where)
+        return _read(KernelIndex, text, where)
 
 
 @dataclass(frozen=True)
@@ -96,13 +90,17 @@ class TensorRtForm:
     @staticmethod
     def loads(text: str | bytes, where: str) -> TensorRtForm:
         """Raises BadInputError naming `where` when the text is none that this version reads."""
-        try:
-            data: Any = json.loads(text)
-        except ValueError as e:
-            raise BadInputError(f"{where} is not JSON ({e}): copy or export the bundle again") from None
-        if isinstance(data, dict) and data.get("format") != FORMAT:
-            raise BadInputError(f"{where}: format {data.get('format')!r}, this version reads {FORMAT}: export again")
-        return from_json(TensorRtForm, data, where)
+        return _read(TensorRtForm, text, where)
+
+
+def _read(cls: type, text: str | bytes, where: str) -> Any:
+    try:
+        data: Any = json.loads(text)
+    except ValueError as e:
+        raise BadInputError(f"{where} is not JSON ({e}): copy or export the bundle again") from None
+    if isinstance(data, dict) and data.get("format") != FORMAT:
+        raise BadInputError(f"{where}: format {data.get('format')!r}, this version reads {FORMAT}: export again")
+    return from_json(cls, data, where)
 
 
 def folder(target: str) -> str:

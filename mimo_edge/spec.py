@@ -12,6 +12,7 @@ import math
 import types
 import typing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from mimo_edge.errors import BadInputError
@@ -199,6 +200,16 @@ class ModelSpec:
     def from_json(data: Any) -> ModelSpec:
         """Raises BadInputError on unknown or missing keys and on wrong types."""
         return from_json(ModelSpec, data, "spec")
+
+
+def read_spec(path: Path) -> ModelSpec:
+    """A spec.json, as in a bundle. Raises BadInputError on what is none."""
+    try:
+        return ModelSpec.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as e:
+        raise BadInputError(f"cannot read {path}: {e.strerror}") from None
+    except (ValueError, RecursionError) as e:
+        raise BadInputError(f"{path} is not JSON ({e}): give a spec.json, as in a bundle") from None
 
 
 def dumps(spec: ModelSpec) -> str:

@@ -39,13 +39,21 @@ def runs(layout: KvLayout, slots: SequenceSlots, kind: str, first: int, last: in
         position += count
 
 
-def read(pools: Pools, stretches: Sequence[tuple[int, int, int]], out: NDArray[np.uint8]) -> None:
+def read(
+    pools: Pools, layout: KvLayout, slots: SequenceSlots, kind: str, first: int, last: int, out: NDArray[np.uint8]
+) -> None:
+    """RowCopies.read_rows from the pools of `kind`."""
+    stretches = list(runs(layout, slots, kind, first, last))
     for pool, block in _blocks(pools, stretches, out):
         for slot, row, count in stretches:
             block[row : row + count] = pool[slot : slot + count]
 
 
-def write(pools: Pools, stretches: Sequence[tuple[int, int, int]], rows: NDArray[np.uint8]) -> None:
+def write(
+    pools: Pools, layout: KvLayout, slots: SequenceSlots, kind: str, first: int, last: int, rows: NDArray[np.uint8]
+) -> None:
+    """RowCopies.write_rows into the pools of `kind`."""
+    stretches = list(runs(layout, slots, kind, first, last))
     for pool, block in _blocks(pools, stretches, rows):
         for slot, row, count in stretches:
             pool[slot : slot + count] = block[row : row + count]

@@ -98,10 +98,10 @@ class OnnxRuntimeBackend:
         return self._heads.draft(slots, head, held, start, tokens)
 
     def read_rows(self, slots: SequenceSlots, kind: str, first: int, last: int, out: NDArray[np.uint8]) -> None:
-        host_rows.read(self._host_pools(kind), [*host_rows.runs(self._layout, slots, kind, first, last)], out)
+        host_rows.read(self._host_pools(kind), self._layout, slots, kind, first, last, out)
 
     def write_rows(self, slots: SequenceSlots, kind: str, first: int, last: int, rows: NDArray[np.uint8]) -> None:
-        host_rows.write(self._host_pools(kind), [*host_rows.runs(self._layout, slots, kind, first, last)], rows)
+        host_rows.write(self._host_pools(kind), self._layout, slots, kind, first, last, rows)
 
     def close(self) -> None:
         self._pools, self._nothing, self._lanes, self._pending = [], [], {}, []

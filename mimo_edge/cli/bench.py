@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from mimo_edge.bundle import Bundle
     from mimo_edge.kv.layout import KvLayout
     from mimo_edge.request import Drafts
-    from mimo_edge.spec import ModelSpec
 
 EXAMPLES = """
 \b
@@ -84,8 +83,9 @@ def bench(
 def _predict(bundle: str | None, spec_file: str | None, module: str, depth: int) -> None:
     from mimo_edge import roofline
     from mimo_edge.bundle import BUILT_IN, Bundle
+    from mimo_edge.spec import read_spec
 
-    spec = _read_spec(spec_file) if spec_file else Bundle.open(bundle or BUILT_IN, verify=False).spec
+    spec = read_spec(Path(spec_file)) if spec_file else Bundle.open(bundle or BUILT_IN, verify=False).spec
     result = roofline.predict(spec, module, depth)
     low, high = result["decode_tok_s"]
     click.echo(f"PREDICTION for {module}, not a measurement: {low:,.0f} to {high:,.0f} tokens/s at {depth} tokens")
@@ -179,8 +179,9 @@ def _opened(bundle: str | None, spec_file: str | None, backend: str) -> Iterator
         yield Bundle.open(bundle or BUILT_IN)
         return
     from mimo_edge.backends.cuda_driver import Driver
+    from mimo_edge.spec import read_spec
 
-    spec = _read_spec(spec_file)
+    spec = read_spec(Path(spec_file))
     if not backend.startswith("cuda"):
         raise UnsupportedError("--random-weights measures a GPU: add --backend cuda")
     driver = Driver()
@@ -190,14 +191,3 @@ def _opened(bundle: str | None, spec_file: str | None, backend: str) -> Iterator
         from mimo_edge.export.programs.random_bundle import random_bundle
     with tempfile.TemporaryDirectory() as folder, progress() as report:
         yield random_bundle(spec, Path(folder) / "bundle", [capability], report)
-
-
-def _read_spec(path: str) -> ModelSpec:
-    from mimo_edge.spec import ModelSpec
-
-    try:
-        return ModelSpec.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
-    except OSError as e:
-        raise BadInputError(f"cannot read {path}: {e.strerror}") from None
-    except (ValueError, RecursionError) as e:
-        raise BadInputError(f"{path} is not JSON ({e}): give a spec.json, as in a bundle") from None

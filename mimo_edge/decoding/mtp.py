@@ -82,9 +82,7 @@ class Drafter:
     def draft(self, rows: Rows, pending: int, count: int, pick: Pick) -> list[int]:
         """Up to `count` drafts behind the pending token; fewer if one ends the text."""
         n, heads, drafts = len(rows.tokens), rows.heads[:count], list[int]()
-        starts = [h.start(n) for h in heads]
-        if self._chained:
-            starts = [min(starts)] * count
+        starts = self._starts(heads, n)
         for head, start in zip(heads, starts, strict=True):
             known = [*rows.tokens[start + 1 + head.index :], pending, *drafts]
             logits = self._evaluate(rows, head, start, known[start - n :])
@@ -93,6 +91,11 @@ class Drafter:
             if drafts[-1] in self._ends:
                 break
         return drafts
+
+    def _starts(self, heads: Sequence[HeadRows], n: int) -> list[int]:
+        """First row that each head evaluates behind n rows; heads of a chain evaluate the same ones."""
+        starts = [h.start(n) for h in heads]
+        return [min(starts)] * len(starts) if self._chained else starts
 
     @property
     def has_rounds(self) -> bool:
@@ -104,9 +107,7 @@ class Drafter:
         assert self._rounds
         n, heads, first = len(rows.tokens), rows.heads[:count], max(0, len(rows.tokens) - MAX_DRAFTS)
         usual = max(0, first - 1)  # rows from here on are the round's
-        starts = [h.start(n) for h in heads]
-        if self._chained:
-            starts = [min(starts)] * count
+        starts = self._starts(heads, n)
         for head, start in zip(heads, starts, strict=True):
             missed = rows.tokens[start + 1 + head.index : usual + 1 + head.index]
             self._rounds.catch_up(rows.slots, head.index, _held(head, start), start, np.array(missed, np.int64))
@@ -139,8 +140,7 @@ class Drafter:
                 head.evaluated(start, end, last)
 
     def _evaluate(self, rows: Rows, head: HeadRows, start: int, tokens: Sequence[int]) -> NDArray[np.float32]:
-        held = _held(head, start)
-        return self._backend.draft(rows.slots, head.index, held, start, np.array(tokens, np.int64))
+        return self._backend.draft(rows.slots, head.index, _held(head, start), start, np.array(tokens, np.int64))
 
 
 def _held(head: HeadRows, start: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from mimo_edge.extras import needs_extra
 from mimo_edge.kernels.index import PROGRAMS, folder
 from mimo_edge.kernels.programs import ProgramSet
 from mimo_edge.params import parameters
-from mimo_edge.spec import MAX_DRAFTS, ModelSpec, QuantSpec, TensorQuant
+from mimo_edge.spec import MAX_DRAFTS, QuantSpec, TensorQuant, read_spec
 
 HEAD_GRAPHS = tuple(f"model.cpu.mtp{m}.onnx" for m in range(MAX_DRAFTS))  # of the onnxruntime backend
 KINDS = ("attention", "ffn", "embedding", "head")
@@ -31,7 +30,7 @@ def open_subject(path: Path, capability: int, bits: int | None = None, group: in
             raise BadInputError(f"{path} is a bundle, which is quantised already: leave --bits and --group-size out")
         return of_bundle(Bundle.open(path, verify=False), capability)
     if path.suffix == ".json" and path.is_file():
-        return assume(Subject.of(_read_spec(path), path.stem), QuantSpec(), bits, group)
+        return assume(Subject.of(read_spec(path), path.stem), QuantSpec(), bits, group)
     with needs_extra("export", "planning for a checkpoint"):
         from mimo_edge.export.families import open_checkpoint
     checkpoint = open_checkpoint(path)
@@ -83,12 +82,3 @@ def assume(subject: Subject, packed: QuantSpec, bits: int | None, group: int | N
     if len(set(quant.values())) == 1:
         said = f"{wanted.bits} bits in groups of {wanted.group} throughout"
     return replace(subject, spec=replace(spec, quant=QuantSpec(**quant)), assumed=said)
-
-
-def _read_spec(path: Path) -> ModelSpec:
-    try:
-        return ModelSpec.from_json(json.loads(path.read_text(encoding="utf-8")))
-    except OSError as e:
-        raise BadInputError(f"cannot read {path}: {e.strerror}") from None
-    except (ValueError, RecursionError) as e:
-        raise BadInputError(f"{path} is not JSON ({e}): give a spec.json, as in a bundle") from None
