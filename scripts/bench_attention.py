@@ -21,7 +21,7 @@ import torch
 from _bench import median, refuse, report, spread
 
 from mimo_edge.backends import oracle
-from mimo_edge.backends.cuda_driver import Driver
+from mimo_edge.backends.cuda_driver import CTYPES, Driver
 from mimo_edge.kernels import aot
 from mimo_edge.kernels.index import KernelEntry
 from mimo_edge.kernels.launch import Buffer, Launch
@@ -64,7 +64,10 @@ class Kernels:
 
     def queue(self, launch: Launch, tensors: dict[str, torch.Tensor]) -> None:
         function, entry = self._functions[launch.variant.key]
-        values = [ctypes.c_uint64(tensors[str(x)].data_ptr()) for x in launch.args.values()]
+        values: list[Any] = [
+            ctypes.c_uint64(tensors[x].data_ptr()) if isinstance(x, str) else CTYPES[launch.variant.types[n]](x)
+            for n, x in launch.args.items()
+        ]
         values += [ctypes.c_uint64(0)] * entry.scratch
         self.driver.launch(function, launch.grid, 32 * entry.num_warps, entry.shared, values, entry.overlap)
 

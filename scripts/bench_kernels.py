@@ -257,19 +257,14 @@ class Bench:
         }
         t |= {"y": nan(rows, HIDDEN, dtype=torch.float32)}
         t["keep"] = torch.zeros(rows, blocks, device="cuda", dtype=torch.uint8)
-        t["listed"] = torch.zeros(sparse.listed_size(INTERMEDIATE, GATE.block), device="cuda").int()
+        listed = self.tuned.product("down_listed", HIDDEN, INTERMEDIATE)
+        t["listed"] = torch.zeros(sparse.listed_size(INTERMEDIATE, GATE.block, listed), device="cuda").int()
         scores = torch.relu(rmsnorm(t["x"], t["norm"]) @ t["w1"].T) @ t["w2"].T
-        p, names = self.tuned.product, {n: n for n in t if n not in ("x", "r", "norm", "w1")}
-        first = {n: n for n in ("x", "norm", "w1", "w2", "bias", "normed", "ranks", "keep")}
-        listed = p("gate_up_listed", INTERMEDIATE, HIDDEN)
-        launches = [
-            *sparse.gate(rows, INTERMEDIATE, HIDDEN, GATE, eps=EPS, overlap=listed.overlap, **first),
-            *sparse.decode_sparse(
-                rows, INTERMEDIATE, HIDDEN, QUANT, GATE, bias="bias", gate_up="u", down="d", residual="r",
-                tuned_gate_up=listed,
-                tuned_down=p("down_listed", HIDDEN, INTERMEDIATE), **names,
-            ),
-        ]  # fmt: skip
+        p, names = self.tuned.product, {n: n for n in t if n != "r"} | {"bias": "bias"}
+        cuts = {"tuned_gate_up": p("gate_up_listed", INTERMEDIATE, HIDDEN), "tuned_down": listed}
+        launches = sparse.decode_sparse(
+            rows, INTERMEDIATE, HIDDEN, QUANT, GATE, eps=EPS, gate_up="u", down="d", residual="r", **names, **cuts
+        )
         cut, behind = p("gate_up", INTERMEDIATE, HIDDEN), p("linear", HIDDEN, INTERMEDIATE)
         into = {"x": "x", "norm": "norm", "normed": "normed", "eps": EPS, "w": "u", "h": "h", "tuned": cut}
         out = {"x": "h", "w": "d", "y": "y", "residual": "r", "out": "fp32", "tuned": behind}

@@ -75,28 +75,18 @@ class SparseFfn(Op):
             "ranks": ("fp32", (rows, self.rank)),
             "keep": ("u8", (rows, self.intermediate // self.block)),
             "h": ("fp16", (rows, self.intermediate)),
-            "listed": ("i32", (variants.listed_size(self.intermediate, self.block),)),
+            "listed": ("i32", (variants.listed_size(self.intermediate, self.block, cut_of(self.cut_down)),)),
         }
         return {name: Buffer(kind, shape, "scratch") for name, (kind, shape) in shapes.items()}
 
     def work(self, rows: int) -> Work:
         gate, q, up = GateSpec(self.block, self.rank), quant(self.bits, self.group), cut_of(self.cut_gate_up)
-        masks = {"normed": "normed", "w2": "w2", "bias": "gate_bias", "ranks": "ranks", "keep": "keep"}
-        first = {"x": "x", "norm": "norm", "eps": self.eps, "w1": "w1", "overlap": rows <= SHORT and up.overlap}
-        names = {
-            "gate_up": "gate_up",
-            "down": "down",
-            "h": "h",
-            "down_bias": "down_bias" if self.bias else None,
-            "residual": "x",
-            "y": "y",
-            "activation": self.activation,
-        }
+        same = ("x", "norm", "w1", "w2", "normed", "ranks", "keep", "gate_up", "down", "h", "y")
+        names = {n: n for n in same} | {"bias": "gate_bias", "residual": "x"}
+        options = {"eps": self.eps, "activation": self.activation, "down_bias": "down_bias" if self.bias else None}
         sizes = (rows, self.intermediate, self.k)
-        before = variants.gate(*sizes, gate, **first, **masks)  # type: ignore[arg-type]
         if rows <= SHORT:
-            tuned = {"tuned_gate_up": up, "tuned_down": cut_of(self.cut_down)}
-            return *before, *variants.decode_sparse(*sizes, q, gate, listed="listed", **masks, **names, **tuned)  # type: ignore[arg-type]
-        kept = {"normed": "normed", "keep": "keep"}
+            cuts = {"listed": "listed", "tuned_gate_up": up, "tuned_down": cut_of(self.cut_down)}
+            return variants.decode_sparse(*sizes, q, gate, **names, **options, **cuts)  # type: ignore[arg-type]
         many = many_of(self.many, rows)
-        return *before, *variants.prefill_sparse(*sizes, q, gate, tuned=many, **kept, **names)  # type: ignore[arg-type]
+        return variants.prefill_sparse(*sizes, q, gate, tuned=many, **names, **options)  # type: ignore[arg-type]

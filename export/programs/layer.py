@@ -141,17 +141,16 @@ class Layer:
         """The gate's masks, then both products over the blocks that some row keeps."""
         s, n, k, quant = self._step, self._f.intermediate, self._spec.hidden_size, self._spec.quant.ffn
         assert quant is not None
-        masks = {
-            **self._normed(),
+        names = {
+            "x": "x",
+            "norm": self._name("ffn_norm"),
+            "eps": self._spec.norm_eps,
+            "w1": self._name("gate.w1"),
             "w2": self._name("gate.w2"),
             "bias": self._name("gate.bias"),
+            **self._normed(),
             "ranks": s.buffer("ranks", "fp32", (s.rows, gate.rank)),
             "keep": s.buffer("keep", "u8", (s.rows, n // gate.block)),
-        }
-        norm = {"x": "x", "norm": self._name("ffn_norm"), "eps": self._spec.norm_eps, "w1": self._name("gate.w1")}
-        overlap = s.short and s.tuning.product("gate_up_listed", n, k).overlap
-        s.add(sparse.gate(s.rows, n, k, gate, overlap=overlap, **norm, **masks))
-        names = {
             "gate_up": self._name("gate_up"),
             "down": self._name("down"),
             "h": s.buffer("h", "fp16", (s.rows, n)),
@@ -161,12 +160,9 @@ class Layer:
             "activation": self._f.activation,
         }
         if s.short:
-            tuned = {
-                "tuned_gate_up": s.tuning.product("gate_up_listed", n, k),
-                "tuned_down": s.tuning.product("down_listed", k, n),
-            }
-            listed = s.buffer("listed", "i32", (sparse.listed_size(n, gate.block),))
-            s.add(sparse.decode_sparse(s.rows, n, k, quant, gate, listed=listed, **masks, **names, **tuned))
+            behind = s.tuning.product("down_listed", k, n)
+            names["listed"] = s.buffer("listed", "i32", (sparse.listed_size(n, gate.block, behind),))
+            cuts = {"tuned_gate_up": s.tuning.product("gate_up_listed", n, k), "tuned_down": behind}
+            s.add(sparse.decode_sparse(s.rows, n, k, quant, gate, **names, **cuts))
         else:
-            names |= {"normed": masks["normed"], "keep": masks["keep"]}
             s.add(sparse.prefill_sparse(s.rows, n, k, quant, gate, tuned=s.tuning.many(s.rows), **names))

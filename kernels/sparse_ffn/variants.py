@@ -1,9 +1,14 @@
 """Launches of SparseFfn: the feed-forward of a layer with a gate. Names of buffers in, launches out.
 
-Few rows: `gate` (norm and ranks), then `decode_sparse` (masks, gate and up for the blocks that rows keep, down over the
-units that are not zero). Above a share of `dense` units, down reads all of them without a list; masks are the same, and
-so are a row's bits whichever blocks its neighbours keep. Many rows: `gate` gives the masks, `prefill_sparse` the dense
-products with every row's own mask.
+Few rows: `decode_sparse`: norm and ranks, masks with gate and up for the blocks that rows keep, down over the units
+that are not zero. Above a share of `dense` units, down reads all of them without a list; masks are the same, and so
+are a row's bits whichever blocks its neighbours keep. Many rows: `prefill_sparse`: norm and ranks, masks, then the
+dense products with every row's own mask.
+
+Both read x float32 [rows, k], norm float32 [k], the gate's w1 float32 [rank, k], w2 float32 [blocks, rank] and bias
+float32 [blocks], and write y float32 [rows, k] = down(keep * act(gate z) * up z), z = rmsnorm(x) * norm, where keep
+[row, b] is (w2 relu(w1 z) + bias)[b] > 0. `down_bias` float32 [k] and `residual` float32 [rows, k] are added. Scratch:
+normed float16 [rows, k], ranks float32 [rows, rank], keep uint8 [rows, blocks], h float16 [rows, intermediate].
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ from mimo_edge.kernels.int4_linear.variants import Activation, Operands, Tuned, 
 from mimo_edge.kernels.launch import Launch, Value, Variant
 from mimo_edge.spec import GateSpec, TensorQuant
 
-DEAL = 4  # warps that down's units are dealt to
+DOWN = Tuned(stages=6)  # how down is cut unless told
 _WEIGHTS = {"q": "*i32", "scales": "*fp16", "zeros": "*u8"}
 
 
@@ -31,50 +36,44 @@ def units(intermediate: int, block: int) -> int:
     return intermediate // unit(block)
 
 
-def listed_size(intermediate: int, block: int) -> int:
+def listed_size(intermediate: int, block: int, tuned_down: Tuned | None = None) -> int:
     """Elements of `listed`."""
-    return 1 + -(-units(intermediate, block) // DEAL) * DEAL
+    warps = (tuned_down or DOWN).warps
+    return 2 + -(-units(intermediate, block) // warps) * warps
 
 
-def gate(
+def _ranks(
     rows: int,
     intermediate: int,
     k: int,
+    quant: TensorQuant,
     spec: GateSpec,
-    *,
-    x: str,
-    norm: str,
+    args: Operands,
     eps: float,
-    w1: str,
-    w2: str,
-    bias: str,
-    normed: str,
-    ranks: str,
-    keep: str,
-    overlap: bool = False,
-) -> tuple[Launch, ...]:
-    """`normed` float16 [rows, k] = rmsnorm(x) * norm of x float32 [rows, k], and `ranks` float32 [rows, rank] =
-    relu(w1 normed). For more than 8 rows also `keep` uint8 [rows, blocks].
-
-    w1 float32 [rank, k], w2 float32 [blocks, rank], bias float32 [blocks].
-    """
-    block, few = 1 << (k - 1).bit_length(), rows <= int4.DECODE_ROWS
-    at_once = rows if few else 4
+    cut: Tuned | None,
+) -> Launch:
+    """The norm and the gate's first half; with a `cut`, of a decode step's gate and up, for few rows."""
+    columns = min(1024, 1 << (k - 1).bit_length())
+    at_once = 1 << (rows - 1).bit_length() if cut else 4
+    each = 2 if cut else 4
+    ahead, more = int4.prefetching(k, 2 * tiles(intermediate), quant, cut or Tuned())
     constants: dict[str, Value] = {
         "T": rows,
         "K": k,
         "EPS": eps,
         "RANK": spec.rank,
         "ROWS": at_once,
-        "RB": 2 if few else 4,
-        "KB": min(1024, block),
-        "PDL": overlap,
+        "RB": each,
+        "KB": columns,
+        "FEW": cut is not None,
+        **ahead,
+        "PDL": cut is not None and cut.overlap,
     }
-    types = {"x": "*fp32", "norm": "*fp32", "w1": "*fp32", "normed": "*fp16", "hidden": "*fp32"}
-    args: Operands = {"x": x, "norm": norm, "w1": w1, "normed": normed, "hidden": ranks}
-    grid = (-(-spec.rank // int(constants["RB"])), -(-rows // at_once), 1)
-    first = Launch(Variant("sparse_ffn.ranks", types, constants, 8, 1), grid, args)
-    return (first,) if few else (first, _keep_many(rows, intermediate // spec.block, spec, w2, bias, ranks, keep))
+    types = {"x": "*fp32", "norm": "*fp32", "w1": "*fp32", "q": "*i32", "normed": "*fp16", "hidden": "*fp32"}
+    types["listed"] = "*i32" if cut else "*fp16"
+    # 4 elements a lane fill a warp's row of the tile, so sums are taken in the same order for any number of rows.
+    variant = Variant("sparse_ffn.ranks", types, constants, max(1, columns // 128), 1)
+    return Launch(variant, (-(-spec.rank // each) + more, -(-rows // at_once), 1), args)
 
 
 def _keep_many(rows: int, blocks: int, spec: GateSpec, w2: str, bias: str, ranks: str, keep: str) -> Launch:
@@ -97,14 +96,18 @@ def decode_sparse(
     quant: TensorQuant,
     spec: GateSpec,
     *,
-    normed: str,
-    ranks: str,
+    x: str,
+    norm: str,
+    eps: float,
+    w1: str,
     w2: str,
     bias: str,
+    normed: str,
+    ranks: str,
+    keep: str,
     gate_up: str,
     down: str,
     h: str,
-    keep: str,
     listed: str,
     y: str,
     down_bias: str | None = None,
@@ -114,14 +117,8 @@ def decode_sparse(
     tuned_gate_up: Tuned | None = None,
     tuned_down: Tuned | None = None,
 ) -> tuple[Launch, ...]:
-    """y float32 [rows, k] = down(keep * act(gate normed) * up normed), behind `gate`.
-
-    `down_bias` float32 [k] and `residual` float32 [rows, k] are added.
-
-    Scratch: h float16 [rows, intermediate], keep uint8 [rows, blocks], listed int32 [listed_size(...)]. Rows 1..8.
-    """
-    up = tuned_gate_up or Tuned(stages=3)
-    count = units(intermediate, spec.block)
+    """For 1 to 8 rows. More scratch: listed int32 [listed_size(...)]."""
+    up, behind, count = tuned_gate_up or Tuned(stages=3), tuned_down or DOWN, units(intermediate, spec.block)
     constants: dict[str, Value] = {
         **_sizes(rows, intermediate, k, quant, up),
         "UNIT": int4.unit(k),
@@ -132,22 +129,21 @@ def decode_sparse(
         "UNITS": count,
         "DENSE": int(dense * count),
         "UB": _power(count),
-        "BB": min(_power(count), max(16, 4096 // _power(spec.rank))),
-        "DEAL": DEAL,
+        "DEAL": behind.warps,
         "B": up.warps,
     }
     gate_types = {"x": "*fp16", "hidden": "*fp32", "w2": "*fp32", "bias": "*fp32"}
     out_types = {"keep": "*u8", "listed": "*i32", "h": "*fp16"}
+    first: Operands = {"x": x, "norm": norm, "w1": w1, "q": int4.weights(gate_up)["q"], "normed": normed}
+    first |= {"hidden": ranks, "listed": listed}
     args: Operands = {"x": normed, "hidden": ranks, "w2": w2, "bias": bias, **int4.weights(gate_up), "keep": keep}
     args |= {"listed": listed, "h": h}
-    variant = Variant(
-        "sparse_ffn.gate_up_kept", {**gate_types, **_WEIGHTS, **out_types}, constants, up.warps, up.stages
-    )
+    types = {**gate_types, **_WEIGHTS, **out_types}
+    variant = Variant("sparse_ffn.gate_up_kept", types, constants, up.warps, up.stages)
     return (
-        Launch(variant, (1 + intermediate // 32, 1, 1), args),
-        _down(
-            rows, intermediate, k, quant, spec, down, h, listed, down_bias, residual, y, tuned_down or Tuned(stages=6)
-        ),
+        _ranks(rows, intermediate, k, quant, spec, first, eps, up),
+        Launch(variant, (intermediate // 32 + 1, 1, 1), args),
+        _down(rows, intermediate, k, quant, spec, down, h, listed, down_bias, residual, y, behind),
     )
 
 
@@ -173,12 +169,12 @@ def _down(
         "RESIDUAL": residual is not None,
         "PER": 128 // unit(spec.block),
         "R": cut.row_tiles,
-        "B": DEAL,
+        "B": cut.warps,
     }
     del constants["INTER"]
     types = {"h": "*fp16", **_WEIGHTS, "listed": "*i32", "bias": "*fp32", "residual": "*fp32", "y": "*fp32"}
     args: Operands = {"h": h, **int4.weights(w), "listed": listed, "bias": bias or y, "residual": residual or y, "y": y}
-    variant = Variant("sparse_ffn.down_listed", types, constants, DEAL, cut.stages)
+    variant = Variant("sparse_ffn.down_listed", types, constants, cut.warps, cut.stages)
     return Launch(variant, (-(-tiles(k) // cut.row_tiles), 1, 1), args)
 
 
@@ -189,22 +185,33 @@ def prefill_sparse(
     quant: TensorQuant,
     spec: GateSpec,
     *,
+    x: str,
+    norm: str,
+    eps: float,
+    w1: str,
+    w2: str,
+    bias: str,
     normed: str,
+    ranks: str,
+    keep: str,
     gate_up: str,
     down: str,
     h: str,
-    keep: str,
     y: str,
     down_bias: str | None = None,
     residual: str | None = None,
     activation: Activation = "silu",
     tuned: TunedMany | None = None,
 ) -> tuple[Launch, ...]:
-    """As `decode_sparse` for 16 or more rows, behind `gate`."""
+    """For 16 or more rows."""
+    first: Operands = {"x": x, "norm": norm, "w1": w1, "q": int4.weights(gate_up)["q"], "normed": normed}
+    first |= {"hidden": ranks, "listed": normed}  # not used
     up = {"x": normed, "w": gate_up, "h": h, "keep": keep}
     block = unit(spec.block) and spec.block
     behind = {"bias": down_bias, "residual": residual}
     return (
+        _ranks(rows, intermediate, k, quant, spec, first, eps, None),
+        _keep_many(rows, intermediate // spec.block, spec, w2, bias, ranks, keep),
         *int4.prefill_gate_up(rows, intermediate, k, quant, activation=activation, block=block, tuned=tuned, **up),
         *int4.prefill(rows, k, intermediate, quant, x=h, w=down, y=y, out="fp32", tuned=tuned, **behind),
     )

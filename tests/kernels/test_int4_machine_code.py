@@ -21,8 +21,8 @@ CUT = Tuned(1, 4, 4)
 
 def launches(bits, group):
     q = TensorQuant(bits, group)
-    gated = {n: n for n in ("normed", "ranks", "w2", "bias", "gate_up", "down", "h", "keep", "listed", "y")}
-    kept, listed = sparse.decode_sparse(4, 8192, 8192, q, GateSpec(64, 64), **gated)
+    names = ("x", "norm", "w1", "w2", "bias", "normed", "ranks", "keep", "gate_up", "down", "h", "listed", "y")
+    _, kept, listed = sparse.decode_sparse(4, 8192, 8192, q, GateSpec(64, 64), eps=1e-6, **{n: n for n in names})
     return {
         "linear": int4.decode(4, 4096, 8192, q, y="y", tuned=CUT, **X)[0],
         "gate_up": int4.decode_gate_up(1, 4096, 8192, q, h="h", tuned=CUT, **X)[0],

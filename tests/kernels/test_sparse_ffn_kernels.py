@@ -12,6 +12,7 @@ from mimo_edge.spec import GateSpec
 
 EPS = 1e-6
 INTER, RANK = 384, 24
+SAME = ("x", "norm", "w1", "w2", "bias", "normed", "ranks", "keep", "gate_up", "down", "h", "y")
 
 
 class Case:
@@ -42,25 +43,16 @@ class Case:
             **self.gate_up.buffers("gate_up"), **self.down.buffers("down"),
         }  # fmt: skip
 
-    def gate(self):
-        names = {n: n for n in ("x", "norm", "w1", "w2", "bias", "normed", "ranks", "keep")}
-        run(self.buffers, *variants.gate(self.t, INTER, self.k, self.spec, eps=EPS, **names))
+    def _run(self, of, names, more):
+        names = {n: n for n in (*names.split(), *SAME)} | {"residual": "r", "down_bias": "down_bias", "eps": EPS}
+        run(self.buffers, *of(self.t, INTER, self.k, self.gate_up.quant, self.spec, **names, **more))
+        return self.buffers["y"]
 
     def decode(self, **more):
-        """Gate and products; returns y."""
-        self.gate()
-        names = ("normed", "ranks", "w2", "bias", "gate_up", "down", "h", "keep", "listed", "y")
-        names = {n: n for n in names} | {"residual": "r", "down_bias": "down_bias"}
-        launches = variants.decode_sparse(self.t, INTER, self.k, self.gate_up.quant, self.spec, **names, **more)
-        run(self.buffers, *launches)
-        return self.buffers["y"]
+        return self._run(variants.decode_sparse, "listed", more)
 
     def prefill(self):
-        self.gate()
-        names = {n: n for n in ("normed", "gate_up", "down", "h", "keep", "y")}
-        names |= {"residual": "r", "down_bias": "down_bias"}
-        run(self.buffers, *variants.prefill_sparse(self.t, INTER, self.k, self.gate_up.quant, self.spec, **names))
-        return self.buffers["y"]
+        return self._run(variants.prefill_sparse, "", {})
 
     def reference(self):
         packed = [tuple(map(torch.from_numpy, m.parts)) for m in (self.gate_up, self.down)]
@@ -71,17 +63,17 @@ class Case:
 @pytest.mark.parametrize("t", [1, 4])
 @pytest.mark.parametrize("block", [16, 32, 64])
 def test_masks_and_list(block, t):
-    case = Case(block, t)
+    case, deal = Case(block, t), variants.DOWN.warps
     case.decode(dense=1.0)
     b = case.buffers
     assert ((b["keep"] == case.keep) | case.unsure).all() and close(b["normed"], case.normed, 1e-3)
-    some, unsure = (m.view(t, variants.units(INTER, block), -1).any(2).any(0) for m in (b["keep"], case.unsure))
-    dealt = b["listed"][1 : 1 + int(b["listed"][0])].view(-1, variants.DEAL)
-    for warp in range(variants.DEAL):
+    some = b["keep"].view(t, variants.units(INTER, block), -1).any(2).any(0)
+    dealt = b["listed"][2 : 2 + int(b["listed"][0])].view(-1, deal)
+    for warp in range(deal):
         mine = [u for u in dealt[:, warp].tolist() if u >= 0]
         assert dealt[:, warp].tolist() == mine + [-1] * (len(dealt) - len(mine)) and mine == sorted(set(mine))
-        assert all(u % variants.DEAL == warp and (some[u] or unsure[u]) for u in mine)
-    assert set(some.nonzero().flatten().tolist()) <= set(dealt.flatten().tolist())
+        assert all(u % deal == warp and some[u] for u in mine)
+    assert set(some.nonzero().flatten().tolist()) == set(dealt.flatten().tolist()) - {-1}
 
 
 @pytest.mark.parametrize(
@@ -103,7 +95,7 @@ def test_weights_of_blocks_that_no_row_keeps_are_not_read():
     case = Case(32, 2, 0.3)
     want = case.decode(dense=1.0).clone()
     listed = case.buffers["listed"]
-    skipped = torch.tensor(sorted(set(range(INTER // 32)) - set(listed[1 : 1 + int(listed[0])].tolist())))
+    skipped = torch.tensor(sorted(set(range(INTER // 32)) - set(listed[2 : 2 + int(listed[0])].tolist())))
     case.buffers["gate_up.scales"][torch.cat([skipped, INTER // 32 + skipped])] = torch.nan
     case.buffers["down.scales"][:, skipped] = torch.nan  # groups of 32
     assert len(skipped) and torch.equal(case.decode(dense=1.0), want)
