@@ -69,7 +69,7 @@ parse_options() {
 
 # ---- what machine this is ----
 
-jetpack='' l4t='' driver='' pin=''
+jetpack='' l4t='' driver='' pins=()
 mark=mimo-edge.jetpack made='' # a file in the virtual environment: the JetPack that it was made for
 
 detect() {
@@ -85,10 +85,11 @@ detect() {
     l4t=$(sed -nE '1s/^# R([0-9]+) \(release\), REVISION: ([0-9.]+).*/\1.\2/p' "$release")
     case $l4t in
         36.[4-9]*) # 36.4.0 is JetPack 6.1, whose driver is CUDA 12.6 too
-            jetpack=6.2 driver=12.6 pin='cuda-python>=12.6.1,<12.7'
+            # TensorRT 10.3's Python module does not work with NumPy 2
+            jetpack=6.2 driver=12.6 pins=('cuda-python>=12.6.1,<12.7' 'numpy>=1.26,<2')
             [[ $l4t != 36.4.[0-2] ]] || die 3 "L4T $l4t is JetPack 6.1 or older: update to JetPack 6.2 (L4T 36.4.3 or newer) or 7.2"
             ;;
-        39.[2-9]*) jetpack=7.2 driver=13.2 pin='cuda-python>=13.2,<13.3' ;;
+        39.[2-9]*) jetpack=7.2 driver=13.2 pins=('cuda-python>=13.2,<13.3') ;;
         *) die 3 "L4T '${l4t:-unreadable}' is not supported: JetPack 6.2 (L4T 36.4.3 to 36.x) or 7.2 (L4T 39.2 and newer 39.x)" ;;
     esac
     say "JetPack $jetpack (L4T $l4t, CUDA $driver), $(tr -d '\0' 2>/dev/null <"$root/proc/device-tree/model" || echo 'unknown board')"
@@ -152,7 +153,7 @@ install_package() {
         run python3 -m venv --clear "$prefix" || die 1 "no virtual environment in $prefix: choose a folder that $(id -un) may write with --prefix, or use sudo"
         [ -n "$dry_run" ] || echo "$jetpack" >"$prefix/$mark"
     fi
-    run "$prefix/bin/pip" install --quiet --upgrade --only-binary :all: "${package}[cuda]" "$pin" ||
+    run "$prefix/bin/pip" install --quiet --upgrade --only-binary :all: "${package}[cuda]" "${pins[@]}" ||
         die 1 "pip could not install $package: see its lines above; without a network, give --package a wheel and set PIP_FIND_LINKS to a folder of wheels"
 }
 

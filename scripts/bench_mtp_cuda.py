@@ -80,7 +80,14 @@ def parts(sequence: Sequence, known: list[int], repeats: int) -> dict[str, float
     return out
 
 
-def through_engine(bundle: Bundle, backend: CudaBackend, prompts: list[list[int]], count: int, context: int) -> Any:
+def through_engine(
+    bundle: Bundle,
+    backend: CudaBackend,
+    prompts: list[list[int]],
+    count: int,
+    context: int,
+    sampling: SamplingParams = GREEDY,
+) -> Any:
     """Tokens/s of the engine without drafts, with 3 and adaptive, how many replies are equal, and why it chose so."""
     text = Text.open(bundle.file(TOKENIZER), bundle.spec, bundle.chat_template)
     engine = Engine(replace(bundle.spec, eos_ids=()), text, backend, max_context=context)  # main closes the backend
@@ -88,7 +95,7 @@ def through_engine(bundle: Bundle, backend: CudaBackend, prompts: list[list[int]
     for drafts in (0, K, "auto"):
         replies = []
         for prompt in prompts:
-            generation = engine.generate(prompt, max_tokens=count, drafts=drafts)  # type: ignore[arg-type]
+            generation = engine.generate(prompt, max_tokens=count, drafts=drafts, sampling=sampling)  # type: ignore[arg-type]
             for _ in generation:
                 pass
             replies.append(generation.result)
@@ -242,8 +249,10 @@ def main() -> None:
                 noise = [rng.integers(3, bundle.spec.vocab_size, len(p)).tolist() for p in prompts]
                 context = max(map(len, prompts)) + args.tokens + 8
                 for what, asked in (("tasks", prompts), ("random text", noise)):
-                    got = results[f"engine, {what}"] = through_engine(bundle, backend, asked, args.tokens, context)
-                    print(f"engine, {what}: {json.dumps(got)}", flush=True)
+                    for way, sampling in WAYS.items():
+                        got = through_engine(bundle, backend, asked, args.tokens, context, sampling)
+                        results[f"engine, {what}, {way}"] = got
+                        print(f"engine, {what}, {way}: {json.dumps(got)}", flush=True)
             backend.close()
             if time.perf_counter() - began > args.budget:
                 break

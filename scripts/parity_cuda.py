@@ -22,34 +22,29 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from _parity import ORIN, TIE, TOLERANCE, open_for_orin, random_weights, read_spec, shapes
 
 from mimo_edge.backends import oracle
 from mimo_edge.backends.base import Step
 from mimo_edge.backends.cuda import CudaBackend
 from mimo_edge.backends.reference import BundleWeights
 from mimo_edge.bench import Bench, device_of
-from mimo_edge.bundle import BUILT_IN, TOKENIZER, WEIGHTS, Bundle, BundleWriter
-from mimo_edge.export.programs import add_kernels, lower, retarget
+from mimo_edge.bundle import BUILT_IN, WEIGHTS, Bundle
+from mimo_edge.export.programs import lower, retarget
 from mimo_edge.export.programs.random_bundle import random_bundle
 from mimo_edge.export.programs.tuning import tuning
-from mimo_edge.export.quantize.rtn import quantize_rows
 from mimo_edge.kernels.aot import compile_variants
 from mimo_edge.kernels.launch import Variant
 from mimo_edge.kv.layout import SequenceSlots, plan_layout
-from mimo_edge.params import parameters, stored_tensors
 from mimo_edge.spec import AttentionSpec, FeedForwardSpec, LayerSpec, ModelSpec, QuantSpec, TensorQuant
-from mimo_edge.tensors import lay_out, read_tensors
+from mimo_edge.tensors import read_tensors
 
 BEGAN = time.perf_counter()
-SPECS = Path(__file__).parent / "specs"
-ORIN, TOLERANCE = 87, 2e-2
-TIE = 0.05  # logits: what float16 activations may turn around
 CUTS = {  # of at most 220 tokens
     "1": [1] * 40,
     "4": [4] * 15,
@@ -70,22 +65,6 @@ def quiet(done: int, total: int, what: str) -> None:
     """A progress callback that says when something begins and ends."""
     if done in (0, total):
         log(f"{what}: {done} of {total}")
-
-
-def read_spec(name: str) -> ModelSpec:
-    return ModelSpec.from_json(json.loads((SPECS / f"{name}.json").read_text()))
-
-
-def shapes() -> dict[str, ModelSpec]:
-    """Models small enough for the reference on a CPU, with what the built-in one lacks."""
-    gemma, seven = read_spec("gemma-3-270m"), read_spec("mimo-7b")
-    few = replace(seven, layers=seven.layers[:2], vocab_size=4000, max_context=8192)
-    biased = {k: replace(a, qkv_bias=True) for k, a in few.attention.items()}
-    return {
-        "gemma": replace(gemma, layers=gemma.layers[4:8], vocab_size=8000, max_context=8192),
-        "mimo-v2": read_spec("mimo-v2-small"),
-        "7b, 2 layers, biases": replace(few, attention=biased),
-    }
 
 
 def deep(window: int | None) -> ModelSpec:
@@ -110,34 +89,11 @@ def all_specs() -> list[ModelSpec]:
     return [built_in, *shapes().values(), read_spec("mimo-7b"), deep(128), deep(None)]
 
 
-def random_weights(spec: ModelSpec, out: Path, capabilities: list[int], seed: int) -> Bundle:
-    """A bundle of random weights that the reference can read, too."""
-    g = torch.Generator().manual_seed(seed)
-    with BundleWriter(out) as writer:
-        header, _ = lay_out(stored_tensors(spec))
-        with writer.path(WEIGHTS).open("wb") as file:
-            file.write(header)
-            for p in parameters(spec):
-                values = torch.randn(p.shape, generator=g) * (p.shape[-1] ** -0.5 if len(p.shape) > 1 else 0.3)
-                values = 1 + values if p.name.endswith("norm") else values
-                quant = spec.quant.of(p.kind)
-                for part in (values.numpy(),) if quant is None else quantize_rows(values.numpy(), quant, p.name):
-                    file.write(np.ascontiguousarray(part).data)
-        writer.path(TOKENIZER).write_text("{}")
-        add_kernels(writer, spec, capabilities, quiet)
-        return writer.finish(spec, "random", "random weights")
-
-
 class Opened:
     """A backend with one sequence that owns the context, and the reference's weights."""
 
     def __init__(self, bundle: Bundle, capability: int, context: int):
-        if capability != ORIN:
-            self.backend = CudaBackend.open(bundle)
-        else:  # as if the bundle had nothing newer than Orin's kernels
-            files = {n: f for n, f in bundle.manifest.files.items() if "/sm_" not in n or f"/sm_{ORIN}/" in n}
-            only = Bundle(bundle.path, bundle.spec, replace(bundle.manifest, files=files))
-            self.backend = CudaBackend.open(only, ptx=True)
+        self.backend = CudaBackend.open(bundle) if capability != ORIN else open_for_orin(bundle)
         layout = plan_layout(bundle.spec, context, element_bytes=2)
         self.backend.allocate(layout)
         self.spec = bundle.spec
@@ -240,7 +196,9 @@ def sections(folder: Path, own: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     built_in = functools.cache(lambda: retarget(Bundle.open(BUILT_IN), folder / "built-in", targets, quiet))
     specs = {"7b": read_spec("mimo-7b"), "window": deep(128), "full": deep(None)}
     made = functools.cache(lambda name: random_bundle(specs[name], folder / name, targets, quiet))
-    known = functools.cache(lambda seed: random_weights([*shapes().values()][seed], folder / str(seed), targets, seed))
+    known = functools.cache(
+        lambda seed: random_weights([*shapes().values()][seed], folder / str(seed), targets, seed, quiet)
+    )
     for c in targets:
         yield f"built-in logits, sm_{c}", lambda c=c: logits(built_in(), c)
         yield f"built-in greedy, sm_{c}", lambda c=c: greedy(built_in(), c)

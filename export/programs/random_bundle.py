@@ -21,11 +21,12 @@ from mimo_edge.params import parameters
 from mimo_edge.spec import ModelSpec, QuantSpec, TensorQuant
 
 _BLOCK = 64 << 20
+_NO_WORDS = '{"added_tokens": [], "model": {"type": "WordLevel", "vocab": {}, "unk_token": ""}}'
 
 
 def random_bundle(spec: ModelSpec, out: Path, capabilities: Sequence[int], progress: Progress, seed: int = 0) -> Bundle:
     """Writes the bundle `out`, of 4-bit groups of 64 where the spec says nothing. Only the cuda backend runs it: it has
-    device weights alone, and no tokenizer. Raises UnsupportedError and MimoEdgeError as add_kernels does.
+    device weights alone. Its tokenizer knows no words. Raises UnsupportedError and MimoEdgeError as add_kernels does.
     """
     q = TensorQuant(4, 64)
     spec = replace(spec, mtp=None, quant=QuantSpec(q, q, q, q) if spec.quant == QuantSpec() else spec.quant)
@@ -34,8 +35,8 @@ def random_bundle(spec: ModelSpec, out: Path, capabilities: Sequence[int], progr
         writer.reserve(device_bytes(spec))
         compile_kernels(writer, spec, capabilities, progress)
         _write(spec, writer.path(index.WEIGHTS), writer.path(index.WEIGHTS_INDEX), seed)
-        for name in (WEIGHTS, TOKENIZER):
-            writer.path(name).write_text("{}")
+        writer.path(WEIGHTS).write_text("{}")
+        writer.path(TOKENIZER).write_text(_NO_WORDS)
         return writer.finish(spec, ",".join(f"sm_{c}" for c in capabilities), f"random weights, {spec.family}")
 
 

@@ -21,7 +21,7 @@ from mimo_edge.backends.cuda_heads import Heads
 from mimo_edge.backends.cuda_kernels import Kernels, choose
 from mimo_edge.backends.cuda_memory import Arena, read_places, stream
 from mimo_edge.backends.cuda_rows import pieces
-from mimo_edge.backends.cuda_steps import NUMPY, PARTS, SHORT, Steps, part_of
+from mimo_edge.backends.cuda_steps import NUMPY, PARTS, SHORT, Steps, pieces_of
 from mimo_edge.bundle import Bundle
 from mimo_edge.errors import BadInputError, MimoEdgeError
 from mimo_edge.kernels.index import PROGRAMS, WEIGHTS, WEIGHTS_INDEX, KernelIndex, folder
@@ -94,11 +94,9 @@ class CudaBackend:
         self._check_layout(layout)
         self._release()
         self._layout = layout
-        many = {"step": 1, "page": layout.pages, "ring": layout.sequences}
         programs = self.programs.with_heads(layout.heads)
-        for part in PARTS:
-            buffers = {n: b for n, b in programs.buffers.items() if part_of(b) == part}
-            self._arenas[part] = self._arena(part, {n: b.nbytes * many[b.per] for n, b in buffers.items()})
+        for part, sizes in pieces_of(programs, layout).items():
+            self._arenas[part] = self._arena(part, sizes)
         self._steps = self._make_steps(programs)
         self._heads = Heads(self._steps, layout.heads) if layout.heads else None
 

@@ -9,29 +9,43 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from mimo_edge.backends import cuda_steps
 from mimo_edge.backends.base import Round, SequenceSlots
 from mimo_edge.backends.cuda_steps import SHORT, Steps
 from mimo_edge.errors import MimoEdgeError
+from mimo_edge.kernels.programs import ProgramSet
 from mimo_edge.request import SamplingParams
 
 _OUT = 2  # of `mtp.round`: the count and the token behind it come before the rows' tokens
+
+
+def graphs(programs: ProgramSet) -> dict[str, list[str]]:
+    """The graphs of all heads that `programs` has: the programs that each captures."""
+    made = {}
+    for name in programs.programs:
+        kind = name.split(".")[0]
+        if kind in ("catchup", "draft"):
+            made[name] = [name] if kind == "catchup" else ["begin.drafts", name]
+    for drafts in range(1, programs.heads + 1):
+        made |= {_round(drafts, way): _pieces(drafts, way) for way in ("best", "sample")}
+    return made
+
+
+def nodes(programs: ProgramSet) -> int:
+    """Kernels in all graphs that a backend captures of `programs`."""
+    every = [*cuda_steps.graphs(programs).values(), *graphs(programs).values()]
+    commits = sum(len(p.commit) for p in programs.programs.values())
+    return commits + sum(len(programs.programs[name].launches) for pieces in every for name in pieces)
 
 
 class Heads:
     """Captures the graphs of the first `heads` heads among those of `steps`."""
 
     def __init__(self, steps: Steps, heads: int):
-        self._steps, self._heads, self._catch_up = steps, heads, set[int]()
-        for name, program in steps.programs.programs.items():
-            kind = name.split(".")[0]
-            if kind == "catchup":
-                steps.capture(name, name)
-                self._catch_up.add(program.rows)
-            elif kind == "draft":
-                steps.capture(name, "begin.drafts", name)
-        for drafts in range(1, heads + 1):
-            for way in ("best", "sample"):
-                steps.capture(_round(drafts, way), *_pieces(drafts, way))
+        self._steps, self._heads = steps, heads
+        self._catch_up = {p.rows for n, p in steps.programs.programs.items() if n.startswith("catchup.")}
+        for name, pieces in graphs(steps.programs).items():
+            steps.capture(name, *pieces)
         self._out = steps.host("mtp.round")
 
     def draft(

@@ -11,6 +11,7 @@ from mimo_edge.backends.cuda_driver import Driver, OutOfMemoryError
 from mimo_edge.errors import BadInputError
 
 CHUNK = 256 << 20  # Orin refuses large single allocations (L4T 36.4.7: above about 1 GiB, less when fragmented)
+UNIT = 2 << 20  # what the driver of a GPU with memory of its own rounds an allocation up to
 _ALIGN = 256
 _PINNED = 8 << 20
 
@@ -35,6 +36,11 @@ def place(sizes: Mapping[str, int], chunk: int = CHUNK) -> tuple[list[int], dict
         places[name] = (current, chunks[current])
         chunks[current] += rounded
     return chunks, places
+
+
+def taken(sizes: Mapping[str, int]) -> int:
+    """Bytes that an Arena of these pieces takes of the device."""
+    return sum(-(-nbytes // UNIT) * UNIT for nbytes in place(sizes)[0])
 
 
 class Arena:
@@ -71,18 +77,25 @@ def read_places(path: Path) -> dict[str, tuple[int, int]]:
         raise BadInputError(f"{path} is damaged ({e}): export the model again") from None
 
 
+def staging(nbytes: int) -> int:
+    """Bytes of each of the two buffers that so many bytes of weights are streamed through: at most 2 % of them, unless
+    that is too little to be read at once."""
+    return min(_PINNED, max(256 << 10, nbytes // 50))
+
+
 def stream(driver: Driver, path: Path, places: Mapping[str, tuple[int, int]], arena: Arena) -> None:
     """Copies the pieces of `path` into the arena through two small page-locked buffers: one fills while one is sent.
 
     The file's pages are given back as they are read: on Orin host and device share one memory.
     """
-    buffers = [driver.pinned(_PINNED) for _ in range(2)]
+    size = staging(sum(nbytes for _, nbytes in places.values()))
+    buffers = [driver.pinned(size) for _ in range(2)]
     turn = 0
     try:
         with path.open("rb", buffering=0) as file:
             for name, (offset, nbytes) in places.items():
-                for at in range(0, nbytes, _PINNED):
-                    part = buffers[turn][: min(_PINNED, nbytes - at)]
+                for at in range(0, nbytes, size):
+                    part = buffers[turn][: min(size, nbytes - at)]
                     file.seek(offset + at)
                     if file.readinto(part.data) != len(part):
                         raise BadInputError(f"{path} ends early: copy or export the bundle again")

@@ -18,6 +18,7 @@ from mimo_edge.backends.cuda_memory import Arena
 from mimo_edge.errors import MimoEdgeError
 from mimo_edge.kernels.launch import Buffer, Launch
 from mimo_edge.kernels.programs import ProgramSet
+from mimo_edge.kv.layout import KvLayout
 from mimo_edge.spec import MAX_DRAFTS
 
 SHORT = MAX_DRAFTS + 1  # rows of a step whose keys and values are stored while it runs; longer ones wait for commit
@@ -35,6 +36,19 @@ def part_of(buffer: Buffer) -> str:
     return {"weight": "weights", "kv": "kv", "input": "inputs"}.get(buffer.role, "scratch")
 
 
+def pieces_of(programs: ProgramSet, layout: KvLayout) -> dict[str, dict[str, int]]:
+    """Bytes of every buffer for a layout, by arena."""
+    many = {"step": 1, "page": layout.pages, "ring": layout.sequences}
+    return {
+        part: {n: b.nbytes * many[b.per] for n, b in programs.buffers.items() if part_of(b) == part} for part in PARTS
+    }
+
+
+def graphs(programs: ProgramSet) -> dict[str, list[str]]:
+    """The graphs of steps and of the head of the vocabulary: the programs that each captures."""
+    return {name: [name] for name in programs.programs if name.startswith(("step.", "head."))}
+
+
 class Steps:
     """Captured programs over the given arenas ("weights" and PARTS). Owns its graphs and page-locked memory."""
 
@@ -46,9 +60,9 @@ class Steps:
         try:
             self._make_host_buffers()
             self._fill()
+            for name, pieces in graphs(programs).items():
+                self.capture(name, *pieces)
             for name, program in programs.programs.items():
-                if name.startswith(("step.", "head.")):
-                    self.capture(name, name)
                 if program.commit:
                     self._graphs[f"{name}.commit"] = self._capture(program.commit)
         except MimoEdgeError:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from mimo_edge.backends import host_rows
 from mimo_edge.backends.base import Step, StepOutput
 from mimo_edge.backends.onnxruntime_heads import OnnxHeads
-from mimo_edge.backends.onnxruntime_session import load, run
+from mimo_edge.backends.onnxruntime_session import ON_CPU, Binding, Providers, load, name_of
 from mimo_edge.bundle import Bundle, head_graphs
 from mimo_edge.errors import MimoEdgeError
 from mimo_edge.kv.layout import HEAD_ROWS, HIDDEN_ROWS, KvLayout, SequenceSlots
@@ -33,16 +33,25 @@ class OnnxRuntimeBackend:
 
     name = "onnxruntime"
 
-    def __init__(self, spec: ModelSpec, model: Path, threads: int | None = None, heads: Sequence[Path] = ()):
+    def __init__(
+        self,
+        spec: ModelSpec,
+        model: Path,
+        threads: int | None = None,
+        heads: Sequence[Path] = (),
+        providers: Providers = ON_CPU,
+    ):
         """Loads `model`, whose weights are mapped from the file it names. Raises MimoEdgeError if that fails.
 
         `heads` are the graphs of MTP heads, which are loaded when they draft.
         """
         self._spec = spec
         self.row_format = f"float32 {model.name}"
-        self._session = load(model, threads)
+        if providers is not ON_CPU:
+            self.row_format += f" {name_of(providers)}"
+        self._session = load(model, threads, providers)
         self.heads = len(heads)
-        self._head_graphs, self._threads = heads, threads
+        self._head_graphs, self._threads, self._providers = heads, threads, providers
         self._heads: OnnxHeads | None = None
         self._layers: dict[str, list[int]] = {}  # of each attention kind: layers of a kind use the same slots
         for i, layer in enumerate(spec.layers):
@@ -53,12 +62,15 @@ class OnnxRuntimeBackend:
         self._pending: list[tuple[Step, _Lane]] = []
 
     @staticmethod
-    def open(bundle: Bundle, threads: int | None = None, float_activations: bool = False) -> OnnxRuntimeBackend:
+    def open(
+        bundle: Bundle, threads: int | None = None, float_activations: bool = False, providers: Providers = ON_CPU
+    ) -> OnnxRuntimeBackend:
         """`threads` None means one a core. `float_activations` keeps quantised products exact in their activations,
-        which are otherwise rounded to 8 bits: slower, for comparisons."""
+        which are otherwise rounded to 8 bits: slower, for comparisons. So are other `providers` than the CPU's: rows
+        stay in this process's memory, and are copied for every step."""
         model = FLOAT_MODEL if float_activations else MODEL
         heads = [bundle.file(name) for name in head_graphs(model, bundle.spec) if bundle.has(name)]
-        backend = OnnxRuntimeBackend(bundle.spec, bundle.file(model), threads, heads)
+        backend = OnnxRuntimeBackend(bundle.spec, bundle.file(model), threads, heads, providers)
         backend.name = "onnxruntime-float" if float_activations else "onnxruntime"
         return backend
 
@@ -67,7 +79,7 @@ class OnnxRuntimeBackend:
         self._layout = layout
         slots = [host_rows.capacity(layout, layer.attention) for layer in self._spec.layers]
         self._pools = [self._zeros(i, n) for i, n in enumerate(slots)]
-        self._heads = OnnxHeads(self._head_graphs, self._threads, layout) if layout.heads else None
+        self._heads = OnnxHeads(self._head_graphs, self._threads, layout, self._providers) if layout.heads else None
         self._nothing = [self._zeros(i, 1) for i in range(len(self._spec.layers))]
         self._lanes = {}
 
@@ -123,7 +135,7 @@ class OnnxRuntimeBackend:
     def _run(self, step: Step, lane: _Lane) -> NDArray[np.float32]:
         self._check(step)
         lane.shape(len(step.tokens), len(step.logit_rows))
-        bind = lane.binding.bind_cpu_input
+        bind = lane.binding.input
         queries = np.arange(step.start, step.start + len(step.tokens))
         bind("tokens", np.ascontiguousarray(step.tokens, np.int64))
         bind("positions", queries)
@@ -137,7 +149,7 @@ class OnnxRuntimeBackend:
                 k, v = self._pools[i] if step.start else self._nothing[i]
                 bind(f"past_k.{i}", k[first:last])
                 bind(f"past_v.{i}", v[first:last])
-        run(self._session, lane.binding, len(step.tokens), step.start)
+        lane.binding.run(len(step.tokens), step.start)
         return lane.logits
 
     def _mask(self, kind: str, start: int, queries: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -192,7 +204,7 @@ class _Lane:
     """Bindings and output buffers of a step, kept as long as T and M stay the same."""
 
     def __init__(self, session: ort.InferenceSession, spec: ModelSpec, with_hidden: bool):
-        self.binding = session.io_binding()
+        self.binding = Binding(session)
         self.logits = np.empty((0, spec.vocab_size), np.float32)
         self.rows: list[Rows] = []
         self.hidden: NDArray[np.float32] | None = None
@@ -212,18 +224,15 @@ class _Lane:
             return
         self._shape = (rows, logit_rows)
         self.logits = np.empty((logit_rows, self._spec.vocab_size), np.float32)
-        self._bind("logits", self.logits)
+        self.binding.output("logits", self.logits)
         if self._with_hidden:
             self.hidden = np.empty((rows, self._spec.hidden_size), np.float32)
-            self._bind("hidden", self.hidden)
+            self.binding.output("hidden", self.hidden)
         self.rows = []
         for i in range(len(self._spec.layers)):
             a = self._spec.attention_of(i)
             k = np.empty((rows, a.kv_heads, a.head_dim), np.float32)
             v = np.empty((rows, a.kv_heads, a.v_head_dim), np.float32)
-            self._bind(f"new_k.{i}", k)
-            self._bind(f"new_v.{i}", v)
+            self.binding.output(f"new_k.{i}", k)
+            self.binding.output(f"new_v.{i}", v)
             self.rows.append((k, v))
-
-    def _bind(self, name: str, array: NDArray[np.float32]) -> None:
-        self.binding.bind_output(name, "cpu", 0, np.float32, array.shape, array.ctypes.data)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from mimo_edge.backends import host_rows
 from mimo_edge.backends.base import SequenceSlots
-from mimo_edge.backends.onnxruntime_session import load, run
+from mimo_edge.backends.onnxruntime_session import ON_CPU, Binding, Providers, load
 from mimo_edge.kv.layout import HEAD_ROWS, HIDDEN_ROWS, KvLayout
 from mimo_edge.kv.windows import past_mask, ring_positions
 
@@ -26,9 +26,10 @@ _SMALL = 8 << 20  # weights of the output: a head of fewer is done before other 
 class OnnxHeads:
     """`models` are the graphs of at least layout.heads heads; the main model stores its rows in `hidden`."""
 
-    def __init__(self, models: Sequence[Path], threads: int | None, layout: KvLayout):
+    def __init__(self, models: Sequence[Path], threads: int | None, layout: KvLayout, providers: Providers = ON_CPU):
         small = layout.spec.vocab_size * layout.spec.hidden_size < _SMALL
         self._models, self._threads, self._layout = models, 1 if small else threads, layout
+        self._providers = providers
         self._a, self._chained = layout.head_attention, layout.spec.mtp is not None and layout.spec.mtp.chained
         self.hidden: Floats = np.zeros((host_rows.capacity(layout, HIDDEN_ROWS), layout.spec.hidden_size), np.float32)
         self._pools = [self._zeros(host_rows.capacity(layout, HEAD_ROWS)) for _ in range(layout.heads)]
@@ -44,7 +45,7 @@ class OnnxHeads:
         lane.positions[:] = np.arange(start, end)
         self._fill_hidden(lane.hidden, slots, head, start, end)
         self._bind_past(lane, slots, head, held, start)
-        run(lane.session, lane.binding, len(tokens), start)
+        lane.binding.run(len(tokens), start)
         self._store(head, slots, start, lane.new)
         if self._chained:
             self._last[slots.ring] = start, lane.own.copy()
@@ -56,7 +57,7 @@ class OnnxHeads:
 
     def _lane(self, head: int) -> _Lane:
         if head not in self._lanes:
-            self._lanes[head] = _Lane(load(self._models[head], self._threads), self._layout)
+            self._lanes[head] = _Lane(load(self._models[head], self._threads, self._providers), self._layout)
         return self._lanes[head]
 
     def _fill_hidden(self, out: Floats, slots: SequenceSlots, head: int, start: int, end: int) -> None:
@@ -105,7 +106,7 @@ class _Lane:
     sequence is bound once."""
 
     def __init__(self, session: ort.InferenceSession, layout: KvLayout):
-        self.session, self.binding = session, session.io_binding()
+        self.binding = Binding(session)
         self._spec, self._a = layout.spec, layout.head_attention
         assert self._spec.mtp is not None
         self._chained, self._mask = self._spec.mtp.chained, f"mask.{self._spec.mtp.attention}"
@@ -140,10 +141,10 @@ class _Lane:
             self.mask: Floats = self._input(self._mask, np.empty(shape, np.float32))
 
     def _input(self, name: str, array: NDArray) -> NDArray:
-        self.binding.bind_cpu_input(name, array)
+        self.binding.input(name, array)
         return array
 
     def _output(self, name: str, shape: tuple[int, ...]) -> Floats:
         array = np.empty(shape, np.float32)
-        self.binding.bind_output(name, "cpu", 0, np.float32, array.shape, array.ctypes.data)
+        self.binding.output(name, array)
         return array

@@ -18,7 +18,7 @@ from mimo_edge.golden import SELFTEST
 
 PYTHON = (3, 10)
 NEEDED = {"numpy": "numpy", "tokenizers": "tokenizers", "jinja2": "jinja2", "onnxruntime": "onnxruntime"}
-
+OLD_TENSORRT = 36  # L4T whose Python bindings of TensorRT were made for NumPy 1
 USUAL_CONTEXT = 4096  # tokens that a plan is checked for, where the model has so many
 
 
@@ -42,6 +42,13 @@ def check_python(m: Machine) -> Iterator[Finding]:
             "not installed",
             "pip install 'mimo-edge[cuda]'",
         )
+    numpy, release = m.installed("numpy") or "0", m.release or (0, 0, 0)
+    tensorrt = m.system.glob("/usr/lib/python3*/dist-packages/tensorrt")
+    if tensorrt and release[0] == OLD_TENSORRT and int(numpy.split(".")[0]) > 1:
+        yield advice(
+            "numpy-tensorrt", "JetPack 6's TensorRT 10.3 needs NumPy 1: the tensorrt backend would refuse to run",
+            f"NumPy {numpy}", "pip install 'numpy<2', or use --backend cuda",
+        )  # fmt: skip
 
 
 def check_bundle(m: Machine, path: Path) -> Iterator[Finding]:

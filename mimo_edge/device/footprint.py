@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from mimo_edge.backends.cuda_memory import staging
+from mimo_edge.device import driver
 from mimo_edge.kernels.int4_linear import layout as device_layout
 from mimo_edge.kernels.launch import ITEM_BYTES
 from mimo_edge.kernels.programs import ProgramSet
@@ -31,7 +33,6 @@ TOKENIZER_JSON = 50  # bytes of tokenizer.json a token of the vocabulary, where 
 # Nobody measured these on an Orin.
 GPU_LIBRARIES = 80 * MB  # interpreter, numpy, tokenizers, cuda-python
 CUDA_CONTEXT = 300 * MB
-PINNED = 16 << 20  # the two buffers that weights are streamed through (backends/cuda_memory.py)
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def layout_of(subject: Subject, backend: str, load: Load) -> KvLayout:
 def footprint(subject: Subject, backend: str, load: Load) -> tuple[Item, ...]:
     """Everything that is resident at the peak of a long prompt. The order is that of the table in `mimo-edge plan`."""
     layout = layout_of(subject, backend, load)
-    own = _gpu_items(subject, load) if on_gpu(backend) else _cpu_items(subject, load)
+    own = _gpu_items(subject, load, layout) if on_gpu(backend) else _cpu_items(subject, load)
     tokens = f"{load.sessions} x {load.context:,} tokens"
     items = [
         *own[:1],
@@ -107,24 +108,28 @@ def footprint(subject: Subject, backend: str, load: Load) -> tuple[Item, ...]:
         *own[1:],
         Item("tokenizer", int(TOKENIZER * subject.tokenizer_bytes), f"{TOKENIZER} times tokenizer.json"),
     ]
-    rest = loading(subject, backend, load) - sum(i.bytes for i in items)
+    rest = loading(subject, backend, {i.name: i.bytes for i in own}) - sum(i.bytes for i in items)
     if rest > 0:
         items.append(Item("loading", rest, "what reading the model takes beyond what stays"))
     return tuple(items)
 
 
-def loading(subject: Subject, backend: str, load: Load) -> int:
-    """The peak before keys and values are allocated: while the tokenizer is read, or weights are sent to a GPU."""
-    items = _gpu_items(subject, load) if on_gpu(backend) else _cpu_items(subject, load)
-    own = {i.name: i.bytes for i in items}
+def loading(subject: Subject, backend: str, own: dict[str, int]) -> int:
+    """The peak before keys and values are allocated: while the tokenizer is read, or weights are sent to a GPU. `own`
+    are the backend's items."""
     tokenizer = own["runtime"] + int(TOKENIZER_LOADING * subject.tokenizer_bytes)
     if not on_gpu(backend):  # packed matrix by matrix, and the table is not touched: never the peak
         return tokenizer
-    return max(tokenizer, own["runtime"] + own["weights"] + int(TOKENIZER * subject.tokenizer_bytes) + PINNED)
+    loaded = own["runtime"] + own["driver"] + own["weights"] + int(TOKENIZER * subject.tokenizer_bytes)
+    return max(tokenizer, loaded + 2 * staging(own["weights"]))
 
 
 def on_gpu(backend: str) -> bool:
     return backend.startswith("cuda")
+
+
+def megabytes(n: int) -> str:
+    return f"{n / 1e6:,.1f} MB"
 
 
 def _cpu_items(subject: Subject, load: Load) -> list[Item]:
@@ -136,19 +141,25 @@ def _cpu_items(subject: Subject, load: Load) -> list[Item]:
     ]
 
 
-def _gpu_items(subject: Subject, load: Load) -> list[Item]:
+def _gpu_items(subject: Subject, load: Load, layout: KvLayout) -> list[Item]:
     if subject.programs is None:
         weights, scratch, how = gpu_weights(subject.spec, load.heads), gpu_scratch(subject.spec), "by shape"
+        pools = layout.full_bytes + layout.window_bytes
+        more = driver.by_shape(len(subject.spec.layers), load.heads, [weights, pools, scratch])
     else:
         sizes = {"weight": 0, "kv": 0, "": 0}
         for b in subject.programs.with_heads(load.heads).buffers.values():
             sizes[b.role if b.role in sizes else ""] += b.nbytes
         weights, scratch, how = sizes["weight"], sizes[""], "the bundle's programs"
-    logits = 4 * subject.spec.vocab_size * GPU_SHORT
+        more = driver.of_programs(subject.programs, layout, subject.code_bytes)
+    logits = 4 * subject.spec.vocab_size * GPU_SHORT  # a copy on the host
+    runtime = GPU_LIBRARIES + CUDA_CONTEXT + logits
+    taken = f"{megabytes(more.code)} of kernels, {more.nodes:,} nodes of graphs, {megabytes(more.rounding)} of rounding"
     return [
         Item("weights", weights, how),
-        Item("workspace", scratch + logits, f"scratch of a step of {GPU_CHUNK} rows, {how}; logits on the host"),
-        Item("runtime", GPU_LIBRARIES + CUDA_CONTEXT + subject.code_bytes, "Python and a CUDA context: assumed"),
+        Item("workspace", scratch, f"scratch of a step of {GPU_CHUNK} rows, {how}"),
+        Item("driver", more.total, f"{taken}: fitted to an H200"),
+        Item("runtime", runtime, "Python and a CUDA context, which are assumed; logits on the host"),
     ]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from mimo_edge import roofline
 from mimo_edge.device import modules
 from mimo_edge.device.capacity import Capacity
-from mimo_edge.device.footprint import Item, Load, Subject, footprint, layout_of, on_gpu
+from mimo_edge.device.footprint import Item, Load, Subject, footprint, layout_of, megabytes, on_gpu
 from mimo_edge.errors import BadInputError, MimoEdgeError
 from mimo_edge.spec import ModelSpec
 
@@ -17,7 +17,7 @@ MAX_SESSIONS = 4096  # as Engine.open allows
 # Measured peaks on a CPU were at most so far above their plans; a budget leaves the larger of both to spare.
 SPREAD, SPREAD_BYTES = 0.03, 16_000_000
 DEPTH = 2048  # committed tokens that predictions of speed are for, as in NVIDIA's own tables
-_DEVICE_ITEMS = ("weights", "KV pages", "window rings", "workspace")  # of a discrete GPU's memory
+_DEVICE_ITEMS = ("weights", "KV pages", "window rings", "workspace", "driver")  # of a discrete GPU's memory
 # Bytes a second at which NVMe drives of Orin boards are read (4.5 GB in 1.3 to 2.5 s), and at which one core hashes.
 NVME, HASHED = (1.8e9, 3.4e9), (0.5e9, 1.2e9)
 
@@ -100,7 +100,11 @@ def within(budget: int, backend: str) -> int:
 
 def need(items: tuple[Item, ...], capacity: Capacity) -> int:
     """Bytes that count against a capacity: everything, or what lies in a discrete GPU's memory."""
-    return sum(i.bytes for i in items if not capacity.device_only or i.name in _DEVICE_ITEMS)
+    return sum(i.bytes for i in counted(items, capacity))
+
+
+def counted(items: tuple[Item, ...], capacity: Capacity) -> tuple[Item, ...]:
+    return tuple(i for i in items if not capacity.device_only or i.name in _DEVICE_ITEMS)
 
 
 def predict(subject: Subject, module: str, context: int) -> dict[str, Any]:
@@ -122,8 +126,8 @@ def check(plan: Plan) -> None:
     where the budget is too small, MimoEdgeError where the machine is."""
     if plan.fits:
         return
-    items = ", ".join(f"{i.name} {megabytes(i.bytes)}" for i in plan.items if i.bytes)
     c = plan.capacity
+    items = ", ".join(f"{i.name} {megabytes(i.bytes)}" for i in counted(plan.items, c) if i.bytes)
     by_budget = plan.budget is not None and plan.limit < c.usable
     room = f"{c.name}, which has {megabytes(c.usable)} usable ({c.source}, less a reserve)"
     if by_budget:
@@ -144,10 +148,6 @@ def _advice(plan: Plan) -> str:
     if plan.sessions > 1 and plan.most_sessions:
         return f"no context fits so many sessions; {plan.most_sessions} of this context fit"
     return "no context fits: choose a smaller model, fewer bits a weight, or close other programs"
-
-
-def megabytes(n: int) -> str:
-    return f"{n / 1e6:,.1f} MB"
 
 
 def _tokens(pages: int, page: int, spec: ModelSpec) -> int:

@@ -14,7 +14,7 @@ from specs import qwen_spec, window_only_spec
 from mimo_edge import Engine
 from mimo_edge.backends.cuda import CudaBackend
 from mimo_edge.backends.cuda_driver import Driver
-from mimo_edge.backends.cuda_memory import place
+from mimo_edge.backends.cuda_memory import Arena, place, staging, stream
 from mimo_edge.bundle import Bundle
 from mimo_edge.errors import BadInputError, MimoEdgeError, UnsupportedError
 from mimo_edge.kernels import index
@@ -191,6 +191,24 @@ def test_large_pieces_get_allocations_of_their_own():
     sizes = {str(i): 90 << 20 for i in range(10)}
     chunks, places = place(sizes)
     assert max(chunks) <= 256 << 20 and sum(chunks) == sum(sizes.values()) and len(set(places.values())) == 10
+
+
+def test_small_weights_pass_through_small_buffers(tmp_path):
+    """Of which pieces need several, and which then hold what the file says."""
+    assert [staging(n) for n in (0, 18 << 20, 4 << 30)] == [256 << 10, (18 << 20) // 50, 8 << 20]
+    data = np.random.default_rng().integers(0, 256, 1_300_007, np.uint8)
+    (tmp_path / "weights").write_bytes(data.tobytes())
+    places = {"a": (0, 700_001), "b": (700_003, 5), "c": (700_008, 599_999)}
+    api = FakeCuda()
+    driver = Driver(0, api)
+    arena = Arena(driver, {n: size for n, (_, size) in places.items()})
+    stream(driver, tmp_path / "weights", places, arena)
+    for name, (at, size) in places.items():
+        out = np.zeros(size, np.uint8)
+        driver.download(out, arena.address[name])
+        assert np.array_equal(out, data[at : at + size])
+    arena.close()
+    assert api.calls.count("cuMemHostAlloc") == api.calls.count("cuMemFreeHost") == 2 and not api.live
 
 
 def test_auto_takes_the_gpu_and_says_why(tmp_path, driver_is, caplog, monkeypatch):

@@ -11,6 +11,7 @@ from tiny_weights import quantised, write_weights
 
 from mimo_edge.backends.base import Step
 from mimo_edge.backends.onnxruntime import FLOAT_MODEL, MODEL, OnnxRuntimeBackend
+from mimo_edge.backends.onnxruntime_session import Binding
 from mimo_edge.bundle import BundleWriter
 from mimo_edge.errors import BadInputError, MimoEdgeError
 from mimo_edge.export.graph.cpu import emit_cpu
@@ -155,8 +156,36 @@ def test_weights_and_kv_are_bound_not_copied(open_backend):
     before = backend.run([Step(slots, 5, tokens[5:], np.array([0]))])[0].logits.copy()
     backend._pools[0][1][slots.pages[0] * 5] += 1
     [(_, lane)] = backend._pending
-    backend._session.run_with_iobinding(lane.binding)
+    lane.binding.run(1, 5)
     assert not np.allclose(lane.logits, before)
+
+
+def test_a_device_s_copies_of_inputs_are_renewed_for_every_step():
+    """Providers other than the CPU's copy an input when it is bound."""
+
+    class OnDevice:
+        def __init__(self):
+            self.bound, self.ran = {}, []
+
+        def get_providers(self):
+            return ["CUDAExecutionProvider", "CPUExecutionProvider"]
+
+        def io_binding(self):
+            return self
+
+        def bind_cpu_input(self, name, array):
+            self.bound[name] = array.copy()
+
+        def run_with_iobinding(self, binding, options):
+            self.ran.append(self.bound["past"].tolist())
+
+    session, past = OnDevice(), np.zeros(2, np.float32)
+    binding = Binding(session)
+    binding.input("past", past)
+    binding.run(1, 0)
+    past += 1
+    binding.run(1, 1)
+    assert session.ran == [[0, 0], [1, 1]]
 
 
 def test_pages_out_of_order_and_rows_beyond_the_pages_are_refused(open_backend):

@@ -93,6 +93,9 @@ FAULTS = {
     "a limit of the service": (lambda f: f.limit(1 << 30, 900 << 20), "limit", True, "raise the limit by"),
     "an old Python": (lambda f: setattr(f, "python", (3, 8)), "python", True, "python3.10"),
     "no tokenizers": (lambda f: f.libraries.pop("tokenizers"), "library", True, "pip install tokenizers"),
+    "NumPy 2 beside TensorRT 10.3": (
+        lambda f: f.write("usr/lib/python3.10/dist-packages/tensorrt/__init__.py", ""),
+        "numpy-tensorrt", False, "numpy<2"),
     "no cuda-python": (lambda f: f.libraries.pop("cuda-bindings"), "cuda-python", True, "mimo-edge[cuda]"),
 }  # fmt: skip
 
@@ -147,6 +150,14 @@ def test_cuda_python_of_cuda_12_6_is_one_distribution(tmp_path, bundles):
     fake = FakeJetson(tmp_path)
     del fake.libraries["cuda-bindings"]
     fake.libraries["cuda-python"] = "12.6.2"
+    assert examine(bundles["orin"], None, fake.machine).findings == ()
+
+
+@pytest.mark.parametrize(("jetpack", "numpy"), [("6.2", "1.26.4"), ("7.2", "2.4.6")])
+def test_other_pairs_of_numpy_and_tensorrt_are_well(jetpack, numpy, tmp_path, bundles):
+    fake = FakeJetson(tmp_path, jetpack=jetpack)
+    fake.write("usr/lib/python3.10/dist-packages/tensorrt/__init__.py", "")
+    fake.libraries["numpy"] = numpy
     assert examine(bundles["orin"], None, fake.machine).findings == ()
 
 

@@ -53,11 +53,14 @@ def one_error(done: subprocess.CompletedProcess[str]) -> str:
     return line
 
 
+PIN_6 = ">=12.6.1,<12.7 numpy>=1.26,<2"
+
+
 @pytest.mark.parametrize(
     ("release", "words", "pin"),
     [
-        ("36 (release), REVISION: 4.3", "JetPack 6.2 (L4T 36.4.3, CUDA 12.6), NVIDIA Jetson", ">=12.6.1,<12.7"),
-        ("36 (release), REVISION: 5.0", "JetPack 6.2 (L4T 36.5.0", ">=12.6.1,<12.7"),
+        ("36 (release), REVISION: 4.3", "JetPack 6.2 (L4T 36.4.3, CUDA 12.6), NVIDIA Jetson", PIN_6),
+        ("36 (release), REVISION: 5.0", "JetPack 6.2 (L4T 36.5.0", PIN_6),
         ("39 (release), REVISION: 2.0", "JetPack 7.2 (L4T 39.2.0, CUDA 13.2)", ">=13.2,<13.3"),
     ],
     ids=["6.2", "6.2.2", "7.2"],
