@@ -39,11 +39,11 @@ def commands(engine: Engine, least_reply: int = 0) -> Iterator[list[int]]:
             yield engine.text.encode_chat(list(c.messages))
 
 
-def texts(engine: Engine, tokens: int) -> Iterator[list[int]]:
-    """Pieces of general text of so many tokens."""
+def texts(engine: Engine, tokens: int, stride: int | None = None) -> Iterator[list[int]]:
+    """Pieces of general text of so many tokens, that begin `stride` tokens apart."""
     for text in load_suite("perplexity").texts:
         ids = engine.text.encode(text)
-        yield from (ids[i : i + tokens] for i in range(0, len(ids) - tokens, 4 * tokens))
+        yield from (ids[i : i + tokens] for i in range(0, len(ids) - tokens, stride or 4 * tokens))
 
 
 def random_tokens(engine: Engine, tokens: int, count: int, seed: int = 0) -> list[list[int]]:

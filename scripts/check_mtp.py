@@ -1,11 +1,20 @@
 """Drafts change no token: replies with 0, 3 and adaptive drafts, greedy and sampled, cache and gates on and off.
 
-    python scripts/check_mtp.py --backend onnxruntime-float --prompts 1000
+    python scripts/check_mtp.py --backend onnxruntime-float --prompts 1000 [--part I/N > FILE]
+    python scripts/check_mtp.py --merge FILE ...
     python scripts/check_mtp.py --distribution 200000
 
-Replies are compared with the same setting's without drafts and cache. Where they differ, the first difference is a tie
-if the two tokens are within --epsilon of each other (evaluation/ties.py), and an error otherwise. The default epsilon
-is twice the largest difference seen between logits of the same rows in steps of 1 and of 4, printed first.
+Replies are compared with the same setting's without drafts and cache. Where they differ, the first difference is
+
+- a tie, if the two tokens are within epsilon of each other (evaluation/ties.py), by default twice the largest
+  difference between logits of the same rows in steps of 1 and of 4. It is measured without gates: a gate's block that
+  is kept or skipped by a last bit moves logits by much more;
+- a gate tie, if a block's score is within epsilon of its threshold, and turning that one block around, in an evaluation
+  of the text by the oracle, brings the two tokens within epsilon of each other (_gate_ties.py);
+- else wrong.
+
+Where activations are rounded to 8 bits a last bit moves everything, gates' scores too: there epsilon is measured with
+gates, and is the only rule. The last line holds the counts as JSON, which --merge adds up.
 
 --distribution draws continuations of a model of 6 tokens and compares them with the exact distribution by chi-square,
 in three settings, and once with a biased rule, which has to fail.
@@ -16,16 +25,19 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import random
 import sys
 import tempfile
 import time
-from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import _distribution
 import _mtp
 import numpy as np
+from _gate_ties import GateTies
 
 from mimo_edge.bundle import BUILT_IN
 from mimo_edge.cache import CacheOptions
@@ -36,85 +48,142 @@ from mimo_edge.request import SamplingParams
 
 SAMPLINGS = {"greedy": SamplingParams(), "T=1": SamplingParams(1.0, seed=1)}
 DRAFTS = (3, "auto")
+GATES = ("on", "off")
+ROUNDS_ACTIVATIONS = "onnxruntime"  # the backend of which a last bit can move logits by tenths, gates or not
+NARROW = 0.1  # of ties, scores apart
+COUNTS = ("equal", "tie", "gate tie", "WRONG", "narrow", "widest", "tokens", "steps")
+Counts = dict[str, dict[str, float]]  # by setting, then by name
+Reply = tuple[int, ...]
+CHANGED = "drafts changed tokens"
+
+
+def prompts_of(engine: Engine, count: int, context: int) -> list[list[int]]:
+    """Commands (longer than the window, most of them), general text that is short, that crosses the end of the window
+    in the reply, or that fills the context but for a few tokens; in a mixed order."""
+    sources = (
+        (0.4, _mtp.commands(engine)),
+        (0.02, _mtp.texts(engine, context - 12, stride=700)),
+        (0.2, _mtp.texts(engine, 116, stride=116)),
+        (1.0, _mtp.texts(engine, 40, stride=64)),
+    )
+    prompts: list[list[int]] = []
+    for share, source in sources:
+        prompts += itertools.islice(source, min(round(share * count), count - len(prompts)))
+    if len(prompts) < count:
+        sys.exit(f"there are {len(prompts)} prompts (asked for: {count})")
+    random.Random(0).shuffle(prompts)
+    return prompts
 
 
 def rounding(engine: Engine, prompts: list[list[int]]) -> float:
     """The largest difference between logits of the same rows in steps of 1 and of 4."""
     worst = []
     for prompt in prompts:
-        one, four = (_mtp.rows_in_steps(engine, prompt, sizes) for sizes in ([1] * 8, [4, 4]))
+        one, four = (_mtp.rows_in_steps(engine, prompt, sizes) for sizes in ([1] * 16, [4] * 4))
         worst.append(float(np.abs(one - four).max()))
     return max(worst)
 
 
-def prompts_of(engine: Engine, count: int) -> list[list[int]]:
-    """Half commands, half general text."""
-    half = itertools.islice(_mtp.commands(engine), count // 2)
-    return [*half, *itertools.islice(_mtp.texts(engine, 96), count - count // 2)]
+@dataclass(frozen=True)
+class Pair:
+    """A bundle's engine without drafts and cache, one with both, and what its gates can explain."""
 
+    plain: Engine
+    cached: Engine
+    ties: GateTies | None
+    epsilon: float
 
-class Compared:
-    """Counts of one setting."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self.steps = self.tokens = 0
-        self.worst = 0.0
-
-    def add(
-        self, engine: Engine, prompt: list[int], want: tuple[int, ...], got: Any, params: Any, epsilon: float
-    ) -> None:
-        at = first_difference(want, got.tokens)
-        self.tokens += len(got.tokens) - 1
-        self.steps += got.mtp.steps or len(got.tokens) - 1
+    def reason(self, prompt: list[int], want: Reply, got: Reply, params: SamplingParams) -> tuple[str, float]:
+        """(equal, tie, gate tie or WRONG; by how much scores have to move)."""
+        at = first_difference(want, got)
         if at is None:
-            self.counts["equal"] += 1
-            return
+            return "equal", 0.0
         text = [*prompt, *want[:at]]
-        pair = want[at], got.tokens[at]
-        by = margin(_mtp.logits_behind(engine, text), pair, len(text), params, text)
-        self.counts["tie" if by < epsilon else "WRONG"] += 1
-        self.worst = max(self.worst, by)
-
-    def line(self, name: str) -> str:
-        total, c = sum(self.counts.values()), self.counts
-        per_step = self.tokens / max(1, self.steps)
-        return (
-            f"{name:34s} {c['equal']:5d} of {total} equal, {c['tie']} ties, {c['WRONG']} wrong; "
-            f"widest tie {self.worst:.2g}; {per_step:.2f} tokens a step"
-        )
+        pair = want[at], got[at]
+        by = margin(_mtp.logits_behind(self.plain, text), pair, len(text), params, text)
+        if by < self.epsilon:
+            return "tie", by
+        gate = self.ties is not None and self.ties.explain(text, pair, params, self.epsilon)
+        return ("gate tie" if gate else "WRONG"), by
 
 
-def reply(engine: Engine, prompt: list[int], options: argparse.Namespace, params: SamplingParams, drafts: Any) -> Any:
-    generation = engine.generate(prompt, max_tokens=options.max_tokens, sampling=params, drafts=drafts)
-    for _ in generation:
-        pass
-    return generation.result
+def compare(gates: str, pair: Pair, prompt: list[int], options: argparse.Namespace, counts: Counts) -> None:
+    """One prompt in all settings of a bundle."""
+
+    def reply(engine: Engine, params: SamplingParams, drafts: Any) -> Any:
+        generation = engine.generate(prompt, max_tokens=options.max_tokens, sampling=params, drafts=drafts)
+        for _ in generation:
+            pass
+        return generation.result
+
+    for name, params in SAMPLINGS.items():
+        want = reply(pair.plain, params, 0).tokens
+        ways = [(pair.plain, "no cache", d) for d in DRAFTS] + [(pair.cached, "cache", d) for d in (0, *DRAFTS)]
+        for engine, where, drafts in ways:
+            got = reply(engine, params, drafts)
+            found, by = pair.reason(prompt, want, got.tokens, params)
+            of = counts.setdefault(f"gates {gates}, {name}, {where}, {drafts} drafts", dict.fromkeys(COUNTS, 0.0))
+            of[found] += 1
+            of["narrow"] += found == "tie" and by < NARROW
+            of["widest"] = max(of["widest"], by)
+            of["tokens"] += len(got.tokens) - 1
+            of["steps"] += got.mtp.steps or len(got.tokens) - 1
 
 
-def check(bundle: Path, gates: str, options: argparse.Namespace) -> list[str]:
-    """Lines of all settings of one bundle."""
+def check(options: argparse.Namespace) -> dict[str, Any]:
+    """This part's counts by setting, of as many prompts as there is time for."""
+    began, counts, done = time.perf_counter(), Counts(), 0
     room = {"max_context": options.context, "threads": options.threads}
-    compared: dict[str, Compared] = {}
-    with (
-        Engine.open(bundle, options.backend, **room) as plain,
-        Engine.open(bundle, options.backend, cache=CacheOptions(bytes=256 << 20), **room) as cached,
-    ):
-        prompts = prompts_of(plain, options.prompts)
-        largest = rounding(plain, prompts[:: max(1, len(prompts) // 20)])
-        epsilon = options.epsilon or 2 * largest
-        print(f"gates {gates}: rows of 1 and of 4 differ by {largest:.2g} logits; epsilon {epsilon:.2g}", flush=True)
-        for i, prompt in enumerate(prompts):
-            for name, params in SAMPLINGS.items():
-                want = reply(plain, prompt, options, params, 0).tokens
-                ways = [(plain, "no cache", d) for d in DRAFTS] + [(cached, "cache", d) for d in (0, *DRAFTS)]
-                for engine, where, drafts in ways:
-                    got = reply(engine, prompt, options, params, drafts)
-                    key = f"gates {gates}, {name}, {where}, {drafts} drafts"
-                    compared.setdefault(key, Compared()).add(plain, prompt, want, got, params, epsilon)
-            if i % 100 == 99:
-                print(f"{i + 1} prompts", file=sys.stderr, flush=True)
-    return [c.line(name) for name, c in compared.items()]
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        exact = options.backend != ROUNDS_ACTIVATIONS
+        paths = {"on": options.bundle}
+        if options.gates != "on" or (exact and not options.epsilon):  # only backends of a CPU can read it
+            paths["off"] = _mtp.without_gates(options.bundle, Path(folder) / "dense")
+
+        def opened(path: Path, cache: CacheOptions | None = None) -> Engine:
+            return stack.enter_context(Engine.open(path, options.backend, cache=cache, **room))
+
+        engines, pairs = {gates: opened(path) for gates, path in paths.items()}, dict[str, Pair]()
+        every = prompts_of(engines["on"], options.prompts, options.context)
+        some = [p for p in every if len(p) < options.context // 2][:12]
+        for gates in GATES if options.gates == "both" else (options.gates,):
+            epsilon = options.epsilon or 2 * rounding(engines["off" if exact else gates], some)
+            ties = GateTies(paths[gates]) if exact and gates == "on" else None
+            cached = opened(paths[gates], CacheOptions(bytes=256 << 20))
+            pairs[gates] = Pair(engines[gates], cached, ties, epsilon)
+        part, parts = options.part
+        for prompt in every[part - 1 :: parts]:
+            if options.seconds and time.perf_counter() - began > options.seconds:
+                break
+            for gates, pair in pairs.items():
+                compare(gates, pair, prompt, options, counts)
+            done += 1
+    epsilon = {gates: pair.epsilon for gates, pair in pairs.items()}
+    seconds = time.perf_counter() - began
+    return {"backend": options.backend, "prompts": done, "s": seconds, "epsilon": epsilon, "counts": counts}
+
+
+def show(parts: list[dict[str, Any]]) -> bool:
+    """A table a backend of what parts have counted; whether no reply is wrong."""
+    wrong = 0.0
+    for backend in sorted({part["backend"] for part in parts}):
+        own = [part for part in parts if part["backend"] == backend]
+        prompts, seconds = sum(p["prompts"] for p in own), sum(p["s"] for p in own)
+        epsilon = {gates: max(p["epsilon"][gates] for p in own) for gates in own[0]["epsilon"]}
+        limits = ", ".join(f"{e:.2g} with gates {gates}" for gates, e in epsilon.items())
+        print(f"{backend}: {prompts} prompts, {seconds:.0f} s; epsilon {limits}")
+        for name in own[0]["counts"]:
+            of = [p["counts"][name] for p in own if name in p["counts"]]
+            c = {key: sum(o[key] for o in of) for key in COUNTS}
+            replies = c["equal"] + c["tie"] + c["gate tie"] + c["WRONG"]
+            print(
+                f"  {name:38s} {c['equal']:.0f} of {replies:.0f} equal, {c['tie']:.0f} ties ({c['narrow']:.0f} of less "
+                f"than {NARROW}), {c['gate tie']:.0f} gate "
+                f"ties, {c['WRONG']:.0f} wrong; widest {max(o['widest'] for o in of):.2g}; "
+                f"{c['tokens'] / max(1, c['steps']):.2f} tokens a step"
+            )
+            wrong += c["WRONG"]
+    return not wrong
 
 
 def distribution(draws: int, length: int) -> bool:
@@ -138,31 +207,39 @@ def distribution(draws: int, length: int) -> bool:
     return all(fits) and by > 6
 
 
+def part_of(text: str) -> tuple[int, int]:
+    part, parts = map(int, text.split("/"))
+    if not 1 <= part <= parts:
+        raise ValueError(text)
+    return part, parts
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path, nargs="?", default=BUILT_IN)
     parser.add_argument("--backend", default="onnxruntime-float")
     parser.add_argument("--prompts", type=int, default=1000)
-    parser.add_argument("--max-tokens", type=int, default=48)
-    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--max-tokens", type=int, default=24)
+    parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--gates", choices=("on", "off", "both"), default="both")
+    parser.add_argument("--gates", choices=(*GATES, "both"), default="both")
     parser.add_argument("--epsilon", type=float)
+    parser.add_argument(
+        "--part", type=part_of, default=(1, 1), metavar="I/N", help="Every Nth prompt, from the Ith on."
+    )
+    parser.add_argument("--seconds", type=float, help="Begins no further prompt after so many.")
+    parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", help="Adds up the output of parts instead.")
     parser.add_argument("--distribution", type=int, default=0, metavar="DRAWS", help="Only this check.")
     parser.add_argument("--length", type=int, default=4, help="Tokens of a continuation.")
     options = parser.parse_args()
-    began = time.perf_counter()
     if options.distribution:
         sys.exit(0 if distribution(options.distribution, options.length) else "the distribution is wrong")
-    lines = []
-    with tempfile.TemporaryDirectory() as folder:
-        for gates in ("on", "off") if options.gates == "both" else (options.gates,):
-            bundle = options.bundle if gates == "on" else _mtp.without_gates(options.bundle, Path(folder) / "dense")
-            lines += check(bundle, gates, options)
-    print("\n".join(lines))
-    print(json.dumps({"backend": options.backend, "prompts": options.prompts, "s": time.perf_counter() - began}))
-    if any(" 0 wrong" not in line for line in lines):
-        sys.exit("drafts changed tokens")
+    if options.merge:
+        sys.exit(0 if show([json.loads(f.read_text().splitlines()[-1]) for f in options.merge]) else CHANGED)
+    counted = check(options)
+    right = show([counted])
+    print(json.dumps(counted))
+    sys.exit(0 if right else CHANGED)
 
 
 if __name__ == "__main__":

@@ -6,121 +6,131 @@ the k of most tokens a second. What is not in use is tried now and then, at a lo
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import median
 
 from mimo_edge.spec import MAX_DRAFTS
 
 PROBE_SHARE = 0.01
-BURST = 4  # steps of a probe: a single one says little, and heads may have to catch up first
-PROBE_EVERY = 32  # steps at least
+BURST = 4  # steps of a probe with drafts at most: it ends where a draft does not hold
+CHECK = 2  # steps of one without: the second one is measured
+PROBE_EVERY = 32  # steps at least; twice as many each time that a probe changes nothing,
+PROBE_RAREST = 128  # up to these
 HYSTERESIS = 1.03  # what another k must be better by
-_SURE = 3  # measurements of seconds before they are relied on
-_LOWER, _HIGHER = 0.15, 0.1  # weights of a new one: what disturbs a measurement makes it higher
-_PACE, _IN_USE = 0.2, 0.1  # weights of a new pace, and of what is in use, of which there are many measurements
-_CREDIT = 32  # steps' time that probes may lose at once
+_LATEST = 15  # measurements of seconds that count
+_SURE = 3  # of them before they are relied on
+_PACE = 0.1  # weight of a new pace
+_CREDIT = 16  # steps' time that probes may lose at once
 _FIRST = 0.7  # acceptance before anything is known
-_TRUST = 12.0  # steps that the engine's usual acceptance counts for in a new reply
+_TRUST = 3.0  # steps that a guess of acceptance counts for: text shows its kind in a few
 
 
-@dataclass
-class Average:
-    """Exponentially weighted seconds. The first measurement touches new memory, and any may be disturbed: of the first
-    few the lowest one counts, later ones as no more than twice the average."""
+class Latest:
+    """The median of the latest seconds: the first touch new memory, and any may be disturbed."""
 
-    value: float = 0.0
-    count: int = 0
+    def __init__(self) -> None:
+        self._seconds = deque[float](maxlen=_LATEST)
+        self.value, self.count = 0.0, 0
 
-    def add(self, seconds: float, share: float = 1.0) -> None:
-        """`share` of the usual weight."""
-        if self.count < _SURE:
-            self.value = min(self.value, seconds) if self.count else seconds
-        else:
-            weight = share * (_LOWER if seconds < self.value else _HIGHER)
-            self.value += weight * (min(seconds, 2 * self.value) - self.value)
-        self.count += 1
+    def add(self, seconds: float) -> None:
+        self._seconds.append(seconds)
+        self.value, self.count = median(self._seconds), self.count + 1
 
 
 class Costs:
-    """Seconds on this device: of steps by rows, and of a head's draft; by context in buckets that double.
+    """Seconds on this device: of steps by rows, and of a head's draft.
 
-    They are those at `pace` 1. What slows all steps down (other programs, heat) shows in the steps in use and counts
-    for the others, which were measured before. A step of another size than the one before it is not measured: changing
-    costs.
+    They are those at `pace` 1. What slows all steps down (other programs, heat, a longer context) shows in the steps in
+    use and counts for the others, which were measured before: only what a step costs beside another one matters. A step
+    of another size than the one before it is not measured: changing costs.
     """
 
     def __init__(self) -> None:
-        self._runs: dict[int, dict[int, Average]] = {}  # rows -> bucket
-        self._drafts: dict[int, Average] = {}  # of one head
-        self._missing = Average()  # of a row and head that had to catch up
+        self._runs: dict[int, Latest] = {}  # by rows
+        self._draft, self._missing = Latest(), Latest()  # of one head; of a row and head that had to catch up
         self._last_rows = 0
         self.pace = 1.0
         self.credit: float | None = None  # seconds that probes may still lose
 
-    def ran(self, rows: int, context: int, seconds: float, in_use: bool = True) -> None:
+    def ran(self, rows: int, seconds: float, in_use: bool = True) -> None:
         same, self._last_rows = rows == self._last_rows, rows
         if not same:
             return
-        average = self._runs.setdefault(rows, {}).setdefault(context.bit_length(), Average())
-        if average.count >= _SURE and in_use:
-            self.pace += _PACE * (min(max(seconds / average.value, self.pace / 2), 2 * self.pace) - self.pace)
-        average.add(seconds / self.pace, _IN_USE if in_use else 1.0)
+        usual = self._runs.setdefault(rows, Latest())
+        if in_use and usual.count >= _LATEST:
+            self.pace += _PACE * (min(max(seconds / usual.value, self.pace / 2), 2 * self.pace) - self.pace)
+        else:
+            usual.add(seconds / self.pace)
 
-    def drafted(self, heads: int, context: int, missing: int, seconds: float) -> None:
+    def drafted(self, heads: int, missing: int, seconds: float) -> None:
         """`missing`: rows that each head evaluated beyond the usual ones."""
-        seconds /= self.pace
+        each = seconds / self.pace / heads
         if not missing:
-            self._drafts.setdefault(context.bit_length(), Average()).add(seconds / heads)
-        elif usual := self.draft(1, context):
-            self._missing.add(max(0.0, seconds / heads - usual) / missing)
+            self._draft.add(each)
+        elif self._draft.count:
+            self._missing.add(max(0.0, each - self._draft.value) / missing)
 
     def measured(self, rows: int) -> int:
         """How often."""
-        return sum(a.count for a in self._runs.get(rows, {}).values())
+        return self._runs[rows].count if rows in self._runs else 0
 
-    def run(self, rows: int, context: int) -> float:
+    def run(self, rows: int) -> float:
         """Of a step; between numbers of rows that were measured, and outside of them, on a line."""
         known = sorted(self._runs)
         if rows in known or len(known) < 2:
-            return _nearest(self._runs[rows if rows in known else known[0]], context) if known else 0.0
+            return self._runs[rows if rows in known else known[0]].value if known else 0.0
         low = max((r for r in known[:-1] if r < rows), default=known[0])
         high = min(r for r in known if r > low)
-        a, b = _nearest(self._runs[low], context), _nearest(self._runs[high], context)
+        a, b = self._runs[low].value, self._runs[high].value
         return a + (b - a) * (rows - low) / (high - low)
 
-    def draft(self, heads: int, context: int, missing: int = 0) -> float:
-        return heads * (_nearest(self._drafts, context) + missing * self._missing.value) if self._drafts else 0.0
+    def draft(self, heads: int, missing: int = 0) -> float:
+        return heads * (self._draft.value + missing * self._missing.value)
 
 
-def _nearest(buckets: dict[int, Average], context: int) -> float:
-    return buckets[min(buckets, key=lambda b: abs(b - context.bit_length()))].value
-
-
-@dataclass
 class Acceptance:
-    """Of drafts by position, older steps counting less: of `tries` of draft i, `hits` held."""
+    """Of drafts by position, older steps counting less: of `tries` of draft i, `hits` held.
 
-    memory: float  # steps
-    hits: list[float] = field(default_factory=lambda: [_FIRST * _TRUST / 2] * MAX_DRAFTS)
-    tries: list[float] = field(default_factory=lambda: [_TRUST / 2] * MAX_DRAFTS)
+    As long as little is known of draft i > 0, it is believed to hold about as often as the draft before it, which says
+    most about the kind of text that this is. What was learned of it fades while it is not made.
+    """
+
+    def __init__(self, memory: float, usual: Sequence[float] = (_FIRST,) * MAX_DRAFTS):
+        """`memory` in steps; `usual` shares to begin with."""
+        self._memory = memory
+        self._ratio = [1.0, *(b / max(a, 1e-9) for a, b in pairwise(usual))]
+        self._hits, self._tries = [0.0] * MAX_DRAFTS, [0.0] * MAX_DRAFTS
+        self._hits[0], self._tries[0] = usual[0] * _TRUST, _TRUST
 
     def add(self, accepted: int, tested: int) -> None:
         """Of a step's drafts the first `tested` were compared, of which the first `accepted` held."""
-        for i in range(tested):
-            self.hits[i] += (i < accepted) - self.hits[i] / self.memory
-            self.tries[i] += 1 - self.tries[i] / self.memory
+        for i, tries in enumerate(self._tries):
+            least = min(tries, _TRUST) if i == 0 else 0.0
+            kept = max(least, tries * (1 - 1 / self._memory)) / tries if tries else 0.0
+            self._hits[i] = self._hits[i] * kept + (i < accepted)
+            self._tries[i] = tries * kept + (i < tested)
+
+    def shares(self) -> list[float]:
+        """p_1, p_2, .."""
+        out = [self._hits[0] / self._tries[0]]
+        for i in range(1, MAX_DRAFTS):
+            guess = min(1.0, out[-1] * self._ratio[i])
+            out.append((guess * _TRUST + self._hits[i]) / (_TRUST + self._tries[i]))
+        return out
 
     def tokens(self, drafts: int) -> float:
         """That a step is expected to yield."""
         total = share = 1.0
-        for hits, tries in zip(self.hits[:drafts], self.tries, strict=False):
-            share *= hits / tries
+        for p in self.shares()[:drafts]:
+            share *= p
             total += share
         return total
 
     def begin(self, memory: float) -> Acceptance:
         """Of a new reply, that begins with what is usual."""
-        shares = [h / t for h, t in zip(self.hits, self.tries, strict=True)]
-        return Acceptance(memory, [_TRUST * s for s in shares], [_TRUST] * MAX_DRAFTS)
+        return Acceptance(memory, self.shares())
 
 
 class Chooser:
@@ -130,17 +140,20 @@ class Chooser:
         self.costs, self._usual, self.acceptance, self._most = costs, usual, usual.begin(64), most
         self._now = most
         self._burst = self._since = self._turn = 0
+        self._every = PROBE_EVERY
         self._probing: int | None = None
 
-    def choose(self, context: int, room: int, missing: int) -> int:
-        """Drafts of the next step behind `context` rows, at most `room`; heads have to catch up `missing` rows."""
-        best = self._now = self._best(context, missing)
+    def choose(self, room: int, missing: int) -> int:
+        """Drafts of the next step, at most `room`; heads have to catch up `missing` rows."""
+        best = self._best(missing)
+        if best != self._now:
+            self._now, self._every = best, PROBE_EVERY
         for k in (self._most, 0):
             if self.costs.measured(k + 1) < _SURE:
                 return min(k, room)
         self._since += 1
         if self._burst == 0:
-            self._probing = self._probe(best, context, missing)
+            self._probing = self._probe(best, missing)
         if self._probing is not None:
             self._burst -= 1
             return min(self._probing, room)
@@ -151,57 +164,61 @@ class Chooser:
         """Whether the step is no probe."""
         return self._probing is None
 
-    def seconds(self, drafts: int, context: int, missing: int = 0) -> float:
+    def seconds(self, drafts: int, missing: int = 0) -> float:
         """Of a step. What heads have to catch up is shared out over the steps between probes.
 
         More than a step a row and draft is not believed: it was disturbed, and does not pay either way.
         """
-        one = self.costs.run(1, context)
-        draft = self.costs.draft(drafts, context)
-        catching_up = self.costs.draft(drafts, context, missing) - draft
-        usual = min(draft, drafts * one) + min(self.costs.run(drafts + 1, context), (drafts + 1) * one)
+        one = self.costs.run(1)
+        draft = self.costs.draft(drafts)
+        catching_up = self.costs.draft(drafts, missing) - draft
+        usual = min(draft, drafts * one) + min(self.costs.run(drafts + 1), (drafts + 1) * one)
         return usual + catching_up / PROBE_EVERY
 
-    def rate(self, drafts: int, context: int, missing: int = 0) -> float:
+    def rate(self, drafts: int, missing: int = 0) -> float:
         """Tokens a second."""
-        return self.acceptance.tokens(drafts) / max(self.seconds(drafts, context, missing), 1e-9)
+        return self.acceptance.tokens(drafts) / max(self.seconds(drafts, missing), 1e-9)
 
-    def _best(self, context: int, missing: int) -> int:
-        rates = [self.rate(k, context, missing) for k in range(self._most + 1)]
+    def _best(self, missing: int) -> int:
+        rates = [self.rate(k, missing) for k in range(self._most + 1)]
         best = rates.index(max(rates))
         return best if rates[best] > HYSTERESIS * rates[self._now] else self._now
 
-    def _probe(self, best: int, context: int, missing: int) -> int | None:
-        """Another k, once so many steps have passed that it can be afforded: all drafts or none, taking turns."""
-        others = [k for k in (self._most, 0) if k != best]
+    def _probe(self, best: int, missing: int) -> int | None:
+        """Another k, once so many steps have passed that it can be afforded. With none in use, one draft shows whether
+        the text has become predictable; otherwise all drafts and none take turns."""
+        others = [k for k in (self._most, 0) if k != best] if best else [1]
         k = others[self._turn % len(others)]
-        lost = BURST * self._lost(k, self.seconds(k, context), self.acceptance.tokens(k), best, context)
-        lost += self.costs.draft(k, context, missing) - self.costs.draft(k, context)
-        if self._since < PROBE_EVERY or lost > (self.costs.credit or 0):
+        lost = self._lost(k, self.seconds(k), self.acceptance.tokens(k), best)
+        lost += self.costs.draft(k, missing) - self.costs.draft(k)
+        if self._since < self._every or lost > (self.costs.credit or 0):
             return None
-        self._turn, self._since, self._burst = self._turn + 1, 0, BURST
+        self._turn, self._since, self._burst = self._turn + 1, 0, BURST if k else CHECK
+        self._every = min(2 * self._every, PROBE_RAREST)
         return k
 
-    def _lost(self, drafts: int, seconds: float, tokens: float, best: int, context: int) -> float:
-        return max(0.0, seconds - tokens / self.rate(best, context)) if drafts != best else 0.0
+    def _lost(self, drafts: int, seconds: float, tokens: float, best: int) -> float:
+        return max(0.0, seconds - tokens / self.rate(best)) if drafts != best else 0.0
 
-    def learn(self, context: int, drafts: int, tested: int, accepted: int, seconds: float) -> None:
+    def learn(self, drafts: int, tested: int, accepted: int, seconds: float) -> None:
         """A step took `seconds`, draft included."""
         seconds /= self.costs.pace
-        most = _CREDIT * self.seconds(0, context)
+        most = _CREDIT * self.seconds(0)
         credit = most / 2 if self.costs.credit is None else self.costs.credit
         if self._probing is not None:
-            credit -= self._lost(drafts, seconds, accepted + 1, self._now, context)
+            credit -= self._lost(drafts, seconds, accepted + 1, self._now)
         self.costs.credit = min(credit + PROBE_SHARE * seconds, most)
+        if accepted < drafts:
+            self._burst = 0
         if self._burst == 0:
             self._probing = None
         self.acceptance.add(accepted, tested)
         self._usual.add(accepted, tested)
 
-    def why(self, context: int) -> str:
+    def why(self) -> str:
         """What the choice rests on now."""
-        drafting = max(range(1, self._most + 1), key=lambda k: self.rate(k, context))
-        ms = [1e3 * self.costs.pace * self.seconds(k, context) for k in (drafting, 0)]
+        drafting = max(range(1, self._most + 1), key=lambda k: self.rate(k))
+        ms = [1e3 * self.costs.pace * self.seconds(k) for k in (drafting, 0)]
         with_drafts = f"{self.acceptance.tokens(drafting):.2f} tokens in {ms[0]:.1f} ms"
         without = f"1 in {ms[1]:.1f} ms"
         return f"{with_drafts} with {drafting} draft{'s' * (drafting > 1)}, {without} without"

@@ -188,7 +188,7 @@ class Speculation:
         if self._drafter and self._chooser and count > 0:
             self._missing = self._drafter.missing(rows, self._most)
             if self._wanted == "auto":
-                count = self._chooser.choose(self._context, count, self._missing)
+                count = self._chooser.choose(count, self._missing)
             if count and plain and self._drafter.has_rounds:
                 self._in_round = count
             elif count:
@@ -228,9 +228,9 @@ class Speculation:
             self._accepted[i] += 1
         count, drafting, verify = len(self.drafts), self._seconds["draft"], self._seconds["verify"]
         if count:
-            self._drafter.costs.drafted(count, self._context, self._missing, drafting)
-        self._drafter.costs.ran(1 + count, self._context, verify, self._chooser.in_use)
-        self._chooser.learn(self._context, count, len(held), sum(held), drafting + verify)
+            self._drafter.costs.drafted(count, self._missing, drafting)
+        self._drafter.costs.ran(1 + count, verify, self._chooser.in_use)
+        self._chooser.learn(count, len(held), sum(held), drafting + verify)
 
     def use(self) -> MtpUse:
         """Of the reply so far."""
@@ -258,4 +258,4 @@ class Speculation:
             return "no step could have drafts"
         usual = max(range(len(self._steps)), key=lambda k: self._steps[k])
         share = self._steps[usual] / sum(self._steps)
-        return f"{usual} drafts in {share:.0%} of steps: {self._chooser.why(self._context)}"
+        return f"{usual} drafts in {share:.0%} of steps: {self._chooser.why()}"
