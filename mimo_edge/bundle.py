@@ -190,7 +190,10 @@ def _read_manifest(path: Path) -> Manifest:
     layout = data.get("layout") if isinstance(data, dict) else None
     if isinstance(layout, int) and layout > LAYOUT_VERSION:
         raise BadInputError(f"{path}: bundle layout {layout}, this version reads {LAYOUT_VERSION}: upgrade mimo-edge")
-    manifest = from_json(Manifest, data, f"{path / MANIFEST}")
+    try:
+        manifest = from_json(Manifest, data, f"{path / MANIFEST}")
+    except BadInputError as e:
+        raise BadInputError(f"{e}: {_MAKE_ONE}") from None
     if manifest.layout != LAYOUT_VERSION:
         raise BadInputError(f"{path}: bundle layout {layout}, this version reads {LAYOUT_VERSION}: export again")
     if raw != _manifest_text(manifest).encode():

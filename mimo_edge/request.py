@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,6 +16,11 @@ FinishReason = Literal["stop", "length", "deadline", "cancelled", "error"]
 OnToken = Callable[[int, str, float], object]  # a token, the text that became final with it, seconds since the call
 DEFAULT_MAX_TOKENS = 256
 EMPTY_PROMPT = "the prompt is empty: give some text with --prompt or on stdin"
+
+
+def is_number(value: object) -> bool:
+    """An integer or a float, numpy's too; True and False are none."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,8 @@ class SamplingParams:
             if not ok:
                 raise BadInputError(f"{name} {getattr(self, name)!r} is out of range (allowed: {allowed})")
 
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            need(name, is_number(getattr(self, name)), "a number")
         for name in ("top_k", "seed"):
             need(name, type(getattr(self, name)) is int, "an integer")
         need("temperature", 0 <= self.temperature <= 100, "0 to 100, 0 takes the best token")
@@ -85,11 +93,14 @@ class Request:
             raise BadInputError(EMPTY_PROMPT)
         if type(self.max_tokens) is not int or self.max_tokens < 1:
             raise BadInputError(f"max_tokens {self.max_tokens!r} is out of range (allowed: 1 or more)")
+        if not isinstance(self.sampling, SamplingParams):
+            raise BadInputError(f"sampling {self.sampling!r} must be SamplingParams(...)")
         if not all(isinstance(s, str) for s in self.stop):
             raise BadInputError(f"stop {self.stop!r} must hold strings")
         if not all(self.stop):
             raise BadInputError("a stop string is empty (allowed: one character or more)")
-        if self.deadline is not None and not 0 < self.deadline < math.inf:
+        seconds = self.deadline
+        if seconds is not None and not (is_number(seconds) and 0 < seconds < math.inf):
             raise BadInputError(f"deadline {self.deadline!r} is out of range (allowed: seconds above 0, from the call)")
 
 

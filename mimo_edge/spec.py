@@ -266,10 +266,10 @@ def from_json(cls: type, data: Any, where: str) -> Any:
     if unknown:
         raise BadInputError(f"{where}: unknown key {unknown[0]!r} (known: {', '.join(sorted(hints))})")
     values = {k: _decode(hints[k], v, f"{where}.{k}") for k, v in data.items()}
-    try:
-        return cls(**values)
-    except TypeError as e:  # a missing field without a default
-        raise BadInputError(f"{where}: {e}") from None
+    required = [f.name for f in dataclasses.fields(cls) if f.default is f.default_factory is dataclasses.MISSING]
+    if missing := [name for name in required if name not in data]:
+        raise BadInputError(f"{where}: key {missing[0]!r} is missing")
+    return cls(**values)
 
 
 def _decode(hint: Any, value: Any, where: str) -> Any:

@@ -55,12 +55,15 @@ class Watcher:
 
     @contextmanager
     def _watch(self) -> Iterator[list[int]]:
-        least, stop = [self.free], threading.Event()
+        least, stop, failed = [self.free], threading.Event(), list[Exception]()
 
         def look() -> None:
-            self.driver.enter()
-            while not stop.wait(PAUSE_S):
-                least[0] = min(least[0], self.driver.memory()[0])
+            try:
+                self.driver.enter()
+                while not stop.wait(PAUSE_S):
+                    least[0] = min(least[0], self.driver.memory()[0])
+            except Exception as e:  # a peak that was not watched is no measurement
+                failed.append(e)
 
         thread = threading.Thread(target=look)
         thread.start()
@@ -69,3 +72,5 @@ class Watcher:
         finally:
             stop.set()
             thread.join()
+        if failed:
+            raise failed[0]

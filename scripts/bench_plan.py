@@ -207,7 +207,8 @@ def compare_cuda(bundles: Sequence[Path], specs: Sequence[Path], contexts: Seque
     amiss = [f"{r['model']}, {r['context']}" for r in rows if abs(r["planned"] / r["peak"] - 1) > WITHIN]
     amiss += [f"{r['model']}: loading" for r in loads if r["both"] > LOADING and r["beyond"] > FIXED]
     amiss += [f"{r['model']}: a page too little" for r in refusals if not r["held"]]
-    print(f"more than {WITHIN:.0%} off, {LOADING} while loading, or not refused: {'; '.join(amiss) or 'nothing'}")
+    limit = f"{LOADING:.2f} times the weights and also {FIXED / 1e6:.0f} MB beyond them while loading"
+    print(f"more than {WITHIN:.0%} off, more than {limit}, or not refused: {'; '.join(amiss) or 'nothing'}")
     results = {"gpu": driver.name, "loads": loads, "rows": rows, "refusals": refusals, "amiss": amiss}
     report(results | {"load_average": noise})
     sys.exit(bool(amiss))

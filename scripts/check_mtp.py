@@ -101,8 +101,8 @@ class Pair:
         text = [*prompt, *want[:at]]
         pair = want[at], got[at]
         by = margin(_mtp.logits_behind(self.plain, text), pair, len(text), params, text)
-        if by < self.epsilon:
-            return "tie", by
+        if abs(by) < self.epsilon:
+            return "tie", abs(by)
         gate = self.ties is not None and self.ties.explain(text, pair, params, self.epsilon)
         return ("gate tie" if gate else "WRONG"), by
 
@@ -164,15 +164,15 @@ def check(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(parts: list[dict[str, Any]]) -> bool:
-    """A table a backend of what parts have counted; whether no reply is wrong."""
-    wrong = 0.0
+    """A table a backend of what parts have counted; whether replies were compared and none is wrong."""
+    wrong = compared = 0.0
     for backend in sorted({part["backend"] for part in parts}):
         own = [part for part in parts if part["backend"] == backend]
         prompts, seconds = sum(p["prompts"] for p in own), sum(p["s"] for p in own)
-        epsilon = {gates: max(p["epsilon"][gates] for p in own) for gates in own[0]["epsilon"]}
+        epsilon = {g: max(p["epsilon"].get(g, 0) for p in own) for g in GATES if any(g in p["epsilon"] for p in own)}
         limits = ", ".join(f"{e:.2g} with gates {gates}" for gates, e in epsilon.items())
         print(f"{backend}: {prompts} prompts, {seconds:.0f} s; epsilon {limits}")
-        for name in own[0]["counts"]:
+        for name in dict.fromkeys(name for p in own for name in p["counts"]):
             of = [p["counts"][name] for p in own if name in p["counts"]]
             c = {key: sum(o[key] for o in of) for key in COUNTS}
             replies = c["equal"] + c["tie"] + c["gate tie"] + c["WRONG"]
@@ -182,8 +182,8 @@ def show(parts: list[dict[str, Any]]) -> bool:
                 f"ties, {c['WRONG']:.0f} wrong; widest {max(o['widest'] for o in of):.2g}; "
                 f"{c['tokens'] / max(1, c['steps']):.2f} tokens a step"
             )
-            wrong += c["WRONG"]
-    return not wrong
+            wrong, compared = wrong + c["WRONG"], compared + replies
+    return bool(compared and not wrong)
 
 
 def distribution(draws: int, length: int) -> bool:

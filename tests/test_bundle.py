@@ -127,7 +127,7 @@ def test_other_layouts(layout, copied):
     [
         (lambda m: m.update(extra=1), ["unknown key 'extra'"]),
         (lambda m: m["files"][WEIGHTS].update(mode=7), ["unknown key 'mode'"]),
-        (lambda m: m.pop("name"), ["name"]),
+        (lambda m: m.pop("name"), ["key 'name' is missing", "mimo-edge export SRC"]),
         (lambda m: m.update(name=3), ["expected str"]),
         (lambda m: m.update(files=[]), ["expected an object"]),
         (lambda m: m["files"].pop(WEIGHTS), ["lacks weights.safetensors"]),

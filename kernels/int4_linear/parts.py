@@ -107,18 +107,3 @@ def activate(gate, up, GELU: tl.constexpr):
         return gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
     else:
         return gate * tl.sigmoid(gate) * up
-
-
-@triton.jit
-def prefetch(
-    q, share, TILES: tl.constexpr, TILE: tl.constexpr, AHEAD: tl.constexpr, SHARE: tl.constexpr, LINE: tl.constexpr
-):  # fmt: skip
-    """Asks for the first AHEAD of each tile's TILE words of q to be brought to the L2 cache: the lines of one of the
-    programs that share this, SHARE lines of LINE words."""
-    if ASM:
-        LINES: tl.constexpr = AHEAD // LINE  # of a tile
-        line = tl.minimum(share * SHARE + tl.arange(0, SHARE), TILES * LINES - 1)
-        address = (q + (line // LINES * TILE + line % LINES * LINE)).to(tl.int64, bitcast=True)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
-        )

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from mimo_edge.kernels.int4_linear.parts import activate, finite16, prefetch, unpack
+from mimo_edge.kernels.int4_linear.parts import ASM, activate, finite16, unpack
 from mimo_edge.kernels.int4_linear.prefill import gate_up_many, linear_many
 
 __all__ = ["gate_up", "gate_up_many", "head", "linear", "linear_many", "norm_ahead", "products"]
@@ -195,5 +195,10 @@ def norm_ahead(
         tl.store(y + pid * K + c, finite16(v), mask=c < K)
         if PDL:
             gdc_launch_dependents()
-    else:
-        prefetch(q, pid - T, TILES, TILE, AHEAD, SHARE, LINE)
+    elif ASM:
+        LINES: tl.constexpr = AHEAD // LINE  # of a tile
+        line = tl.minimum((pid - T) * SHARE + tl.arange(0, SHARE), TILES * LINES - 1)
+        address = (q + (line // LINES * TILE + line % LINES * LINE)).to(tl.int64, bitcast=True)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+        )

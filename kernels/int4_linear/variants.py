@@ -255,21 +255,25 @@ def _norm_ahead(
     """As `_norm`, in a kernel whose other programs prefetch the product's weights."""
     if norm is None or normed is None:
         return _norm(rows, k, x, norm, normed, eps)
-    columns = 1 << (k - 1).bit_length()
-    constants, programs = prefetching(k, tile_count, quant, cut)
-    constants = {"T": rows, "K": k, "EPS": eps, "COLUMNS": columns, **constants, "PDL": cut.overlap}
+    columns, tile = 1 << (k - 1).bit_length(), k * quant.bits  # words
+    ahead = min(cut.ahead // 4, tile) // _LINE * _LINE
+    constants: dict[str, Value] = {
+        "T": rows,
+        "K": k,
+        "EPS": eps,
+        "COLUMNS": columns,
+        "TILES": tile_count,
+        "TILE": tile,
+        "AHEAD": ahead,
+        "SHARE": _SHARE,
+        "LINE": _LINE,
+        "PDL": cut.overlap,
+    }
     types = {"x": "*fp32", "norm": "*fp32", "q": "*i32", "y": "*fp16", "first": "i32"}
     variant = Variant("int4_linear.norm_ahead", types, constants, min(8, max(1, columns // 128)), 1)
+    programs = rows + -(-tile_count * (ahead // _LINE) // _SHARE)
     args: Operands = {"x": x, "norm": norm, "q": f"{w}.q", "y": normed, "first": first}
-    return (Launch(variant, (rows + programs, 1, 1), args),), normed
-
-
-def prefetching(k: int, tile_count: int, quant: TensorQuant, cut: Tuned) -> tuple[dict[str, Value], int]:
-    """Constants of a kernel whose last programs prefetch weights (parts.py, `prefetch`), and how many they are."""
-    tile = k * quant.bits  # words
-    ahead = min(cut.ahead // 4, tile) // _LINE * _LINE
-    constants: dict[str, Value] = {"TILES": tile_count, "TILE": tile, "AHEAD": ahead, "SHARE": _SHARE, "LINE": _LINE}
-    return constants, -(-tile_count * (ahead // _LINE) // _SHARE)
+    return (Launch(variant, (programs, 1, 1), args),), normed
 
 
 def _type(operand: str | None) -> str:

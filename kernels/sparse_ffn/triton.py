@@ -8,63 +8,58 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from mimo_edge.kernels.int4_linear.parts import activate, finite16, prefetch
+from mimo_edge.kernels.int4_linear.parts import activate, finite16
 from mimo_edge.kernels.int4_linear.triton import products
 
 
 @triton.jit
 def ranks(
-    x, norm, w1, q, normed, hidden, listed,
+    x, norm, w1, normed, hidden, listed,
     T: tl.constexpr, K: tl.constexpr, EPS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, RB: tl.constexpr,
-    KB: tl.constexpr, FEW: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr, AHEAD: tl.constexpr,
-    SHARE: tl.constexpr, LINE: tl.constexpr, PDL: tl.constexpr,
+    KB: tl.constexpr, FEW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """hidden float32 [T, RANK] = relu(w1 rmsnorm(x)), and normed float16 [T, K] = rmsnorm(x) for the products.
 
-    Programs: RB ranks by ROWS rows. Each also writes its share of normed. Behind them, programs that prefetch the
-    first words of gate and up, as in `norm_ahead`: memory has nothing else to do. FEW: the count of programs that have
-    scored their blocks, listed[1], is set to 0.
+    Programs: RB ranks by ROWS rows. Each also writes its share of normed. FEW: the count of programs that have scored
+    their blocks, listed[1], is set to 0.
     """
     PROGRAMS: tl.constexpr = (RANK + RB - 1) // RB
     pid = tl.program_id(0)
-    if pid < PROGRAMS:
-        inside = tl.arange(0, KB)
-        row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-        scaled = ()
-        for k in tl.static_range(0, K, KB):
-            scale = tl.load(norm + k + inside, mask=k + inside < K, other=0.0)
-            for j in tl.static_range(RB):
-                mask = (k + inside < K) & (pid * RB + j < RANK)
-                w = tl.load(w1 + (pid * RB + j) * K + k + inside, mask=mask, other=0.0) * scale
-                scaled = scaled + (w,)  # type: ignore[assignment]  # noqa: RUF005 (no stars in kernels)
-        if PDL:
-            gdc_wait()
-        squares = tl.zeros((ROWS, KB), tl.float32)
-        sums = ()
-        for _ in tl.static_range(RB):
-            sums = sums + (tl.zeros((ROWS, KB), tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
-        for k in tl.static_range(0, K, KB):
-            mask = (k + inside < K)[None, :] & (row < T)[:, None]
-            v = tl.load(x + row[:, None] * K + k + inside[None, :], mask=mask, other=0.0)
-            squares += v * v
-            added = ()
-            for j in tl.static_range(RB):
-                added = added + (sums[j] + scaled[k // KB * RB + j][None, :] * v,)  # type: ignore[assignment]  # noqa: RUF005
-            sums = added
-        inverse = tl.rsqrt(tl.sum(squares, axis=1) / K + EPS)
+    inside = tl.arange(0, KB)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    scaled = ()
+    for k in tl.static_range(0, K, KB):
+        scale = tl.load(norm + k + inside, mask=k + inside < K, other=0.0)
         for j in tl.static_range(RB):
-            out = tl.maximum(tl.sum(sums[j], axis=1) * inverse, 0.0)
-            tl.store(hidden + row * RANK + pid * RB + j, out, mask=(row < T) & (pid * RB + j < RANK))
-        for k in tl.static_range(0, K, KB):
-            if k // KB % PROGRAMS == pid:
-                mask = (k + inside < K)[None, :] & (row < T)[:, None]
-                v = tl.load(x + row[:, None] * K + k + inside[None, :], mask=mask, other=0.0) * inverse[:, None]
-                v *= tl.load(norm + k + inside, mask=k + inside < K, other=0.0)[None, :]
-                tl.store(normed + row[:, None] * K + k + inside[None, :], finite16(v), mask=mask)
-        if FEW and pid == 0:
-            tl.store(listed + 1, 0)
-    else:
-        prefetch(q, pid - PROGRAMS, TILES, TILE, AHEAD, SHARE, LINE)
+            mask = (k + inside < K) & (pid * RB + j < RANK)
+            w = tl.load(w1 + (pid * RB + j) * K + k + inside, mask=mask, other=0.0) * scale
+            scaled = scaled + (w,)  # type: ignore[assignment]  # noqa: RUF005 (no stars in kernels)
+    if PDL:
+        gdc_wait()
+    squares = tl.zeros((ROWS, KB), tl.float32)
+    sums = ()
+    for _ in tl.static_range(RB):
+        sums = sums + (tl.zeros((ROWS, KB), tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+    for k in tl.static_range(0, K, KB):
+        mask = (k + inside < K)[None, :] & (row < T)[:, None]
+        v = tl.load(x + row[:, None] * K + k + inside[None, :], mask=mask, other=0.0)
+        squares += v * v
+        added = ()
+        for j in tl.static_range(RB):
+            added = added + (sums[j] + scaled[k // KB * RB + j][None, :] * v,)  # type: ignore[assignment]  # noqa: RUF005
+        sums = added
+    inverse = tl.rsqrt(tl.sum(squares, axis=1) / K + EPS)
+    for j in tl.static_range(RB):
+        out = tl.maximum(tl.sum(sums[j], axis=1) * inverse, 0.0)
+        tl.store(hidden + row * RANK + pid * RB + j, out, mask=(row < T) & (pid * RB + j < RANK))
+    for k in tl.static_range(0, K, KB):
+        if k // KB % PROGRAMS == pid:
+            mask = (k + inside < K)[None, :] & (row < T)[:, None]
+            v = tl.load(x + row[:, None] * K + k + inside[None, :], mask=mask, other=0.0) * inverse[:, None]
+            v *= tl.load(norm + k + inside, mask=k + inside < K, other=0.0)[None, :]
+            tl.store(normed + row[:, None] * K + k + inside[None, :], finite16(v), mask=mask)
+    if FEW and pid == 0:
+        tl.store(listed + 1, 0)
     if PDL:
         gdc_launch_dependents()
 
@@ -124,8 +119,9 @@ def gate_up_kept(
     """h float16 [T, INTER] = keep * act(gate x) * up x, 32 channels a program; weights of channels that no row keeps
     are not read. Also keep uint8 [T, INTER / BLOCK].
 
-    The last program makes the list for `down_listed`, as soon as all others have scored their blocks: they are started
-    before it, count themselves in listed[1] and wait for nobody, so it waits for programs that run or have ended.
+    The last program makes the list for `down_listed`, as soon as all others have scored their blocks: they count
+    themselves in listed[1] and wait for nobody. It takes one of a GPU's many places meanwhile, so they go on, whatever
+    the order in which programs are started.
     """
     SCORING: tl.constexpr = INTER // 32  # programs
     BLOCKS: tl.constexpr = INTER // BLOCK

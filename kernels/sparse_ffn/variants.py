@@ -43,20 +43,12 @@ def listed_size(intermediate: int, block: int, tuned_down: Tuned | None = None) 
 
 
 def _ranks(
-    rows: int,
-    intermediate: int,
-    k: int,
-    quant: TensorQuant,
-    spec: GateSpec,
-    args: Operands,
-    eps: float,
-    cut: Tuned | None,
+    rows: int, k: int, spec: GateSpec, args: Operands, eps: float, few: bool = False, overlap: bool = False
 ) -> Launch:
-    """The norm and the gate's first half; with a `cut`, of a decode step's gate and up, for few rows."""
+    """The norm and the gate's first half. `listed` is not used unless for few rows."""
     columns = min(1024, 1 << (k - 1).bit_length())
-    at_once = 1 << (rows - 1).bit_length() if cut else 4
-    each = 2 if cut else 4
-    ahead, more = int4.prefetching(k, 2 * tiles(intermediate), quant, cut or Tuned())
+    at_once = 1 << (rows - 1).bit_length() if few else 4
+    each = 2 if few else 4
     constants: dict[str, Value] = {
         "T": rows,
         "K": k,
@@ -65,15 +57,14 @@ def _ranks(
         "ROWS": at_once,
         "RB": each,
         "KB": columns,
-        "FEW": cut is not None,
-        **ahead,
-        "PDL": cut is not None and cut.overlap,
+        "FEW": few,
+        "PDL": overlap,
     }
-    types = {"x": "*fp32", "norm": "*fp32", "w1": "*fp32", "q": "*i32", "normed": "*fp16", "hidden": "*fp32"}
-    types["listed"] = "*i32" if cut else "*fp16"
+    types = {"x": "*fp32", "norm": "*fp32", "w1": "*fp32", "normed": "*fp16", "hidden": "*fp32"}
+    types["listed"] = "*i32" if few else "*fp16"
     # 4 elements a lane fill a warp's row of the tile, so sums are taken in the same order for any number of rows.
     variant = Variant("sparse_ffn.ranks", types, constants, max(1, columns // 128), 1)
-    return Launch(variant, (-(-spec.rank // each) + more, -(-rows // at_once), 1), args)
+    return Launch(variant, (-(-spec.rank // each), -(-rows // at_once), 1), args)
 
 
 def _keep_many(rows: int, blocks: int, spec: GateSpec, w2: str, bias: str, ranks: str, keep: str) -> Launch:
@@ -134,14 +125,13 @@ def decode_sparse(
     }
     gate_types = {"x": "*fp16", "hidden": "*fp32", "w2": "*fp32", "bias": "*fp32"}
     out_types = {"keep": "*u8", "listed": "*i32", "h": "*fp16"}
-    first: Operands = {"x": x, "norm": norm, "w1": w1, "q": int4.weights(gate_up)["q"], "normed": normed}
-    first |= {"hidden": ranks, "listed": listed}
+    first: Operands = {"x": x, "norm": norm, "w1": w1, "normed": normed, "hidden": ranks, "listed": listed}
     args: Operands = {"x": normed, "hidden": ranks, "w2": w2, "bias": bias, **int4.weights(gate_up), "keep": keep}
     args |= {"listed": listed, "h": h}
     types = {**gate_types, **_WEIGHTS, **out_types}
     variant = Variant("sparse_ffn.gate_up_kept", types, constants, up.warps, up.stages)
     return (
-        _ranks(rows, intermediate, k, quant, spec, first, eps, up),
+        _ranks(rows, k, spec, first, eps, few=True, overlap=up.overlap),
         Launch(variant, (intermediate // 32 + 1, 1, 1), args),
         _down(rows, intermediate, k, quant, spec, down, h, listed, down_bias, residual, y, behind),
     )
@@ -204,15 +194,14 @@ def prefill_sparse(
     tuned: TunedMany | None = None,
 ) -> tuple[Launch, ...]:
     """For 16 or more rows."""
-    first: Operands = {"x": x, "norm": norm, "w1": w1, "q": int4.weights(gate_up)["q"], "normed": normed}
-    first |= {"hidden": ranks, "listed": normed}  # not used
-    up = {"x": normed, "w": gate_up, "h": h, "keep": keep}
-    block = unit(spec.block) and spec.block
+    unit(spec.block)  # refuses those that the kernels lack
+    first: Operands = {"x": x, "norm": norm, "w1": w1, "normed": normed, "hidden": ranks, "listed": normed}
+    up = {"x": normed, "w": gate_up, "h": h, "keep": keep, "block": spec.block}
     behind = {"bias": down_bias, "residual": residual}
     return (
-        _ranks(rows, intermediate, k, quant, spec, first, eps, None),
+        _ranks(rows, k, spec, first, eps),
         _keep_many(rows, intermediate // spec.block, spec, w2, bias, ranks, keep),
-        *int4.prefill_gate_up(rows, intermediate, k, quant, activation=activation, block=block, tuned=tuned, **up),
+        *int4.prefill_gate_up(rows, intermediate, k, quant, activation=activation, tuned=tuned, **up),
         *int4.prefill(rows, k, intermediate, quant, x=h, w=down, y=y, out="fp32", tuned=tuned, **behind),
     )
 

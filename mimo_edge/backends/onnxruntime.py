@@ -47,7 +47,7 @@ class OnnxRuntimeBackend:
         """
         self._spec = spec
         self.row_format = f"float32 {model.name}"
-        if providers is not ON_CPU:
+        if name_of(providers) != name_of(ON_CPU):
             self.row_format += f" {name_of(providers)}"
         self._session = load(model, threads, providers)
         self.heads = len(heads)

@@ -49,7 +49,7 @@ class Binding:
 
     def __init__(self, session: ort.InferenceSession):
         self._session, self._io = session, session.io_binding()
-        self._copied: dict[str, NDArray] | None = None if session.get_providers()[0] == ON_CPU[0] else {}
+        self._copied: dict[str, NDArray] | None = None if session.get_providers()[0] == name_of(ON_CPU) else {}
 
     def input(self, name: str, array: NDArray) -> None:
         self._io.bind_cpu_input(name, array)

@@ -50,7 +50,8 @@ def eval_(
     """Measure a bundle: right actions, replies, perplexity, accepted drafts.
 
     Without BUNDLE, the built-in reference model. Intervals are 95 % bootstrap intervals over commands, or over pieces
-    of text. The suite `commands` takes about ten minutes on two cores; --limit shortens it.
+    of text. The suite `commands` takes about ten minutes on two cores; --limit shortens it. Needs mimo-edge[eval]:
+    pip install 'mimo-edge[eval]'.
     """
     with needs_extra("eval", "mimo-edge eval"):
         import rouge_score  # noqa: F401

@@ -15,7 +15,7 @@ from mimo_edge.cli.caching import Conversation, Size, cache_from, cache_options
 from mimo_edge.cli.common import debug_option, drafts_option, note, progress
 from mimo_edge.cli.guided import form_of, guided_options
 from mimo_edge.errors import BadInputError
-from mimo_edge.request import DEFAULT_MAX_TOKENS, EMPTY_PROMPT, Drafts, Result, SamplingParams
+from mimo_edge.request import DEFAULT_MAX_TOKENS, EMPTY_PROMPT, Drafts, Request, Result, SamplingParams
 
 if TYPE_CHECKING:
     from mimo_edge.generation import Generation
@@ -114,6 +114,7 @@ def run(
     if chat and prompt is None and as_json:
         raise click.UsageError("--json prints one reply: give --chat a --prompt as well")
     ask: dict[str, Any] = {"max_tokens": max_tokens, "sampling": SamplingParams(**sampling), "stop": stop}
+    Request((0,), **ask)  # mistakes are heard of before a model is loaded
     ask |= form_of(schema, regex, grammar)
     if prompt is None and not chat:
         prompt = read_prompt()

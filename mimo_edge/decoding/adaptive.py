@@ -44,22 +44,22 @@ class Costs:
 
     They are those at `pace` 1. What slows all steps down (other programs, heat, a longer context) shows in the steps in
     use and counts for the others, which were measured before: only what a step costs beside another one matters. A step
-    of another size than the one before it is not measured: changing costs.
+    of another size than the one before it counts only as long as there is nothing better: changing costs.
     """
 
     def __init__(self) -> None:
         self._runs: dict[int, Latest] = {}  # by rows
+        self._rough: dict[int, Latest] = {}  # of steps behind one of another size: all that short replies have
         self._draft, self._missing = Latest(), Latest()  # of one head; of a row and head that had to catch up
+        self._first_draft = Latest()  # behind a prompt, catching up included: until there is another one
         self._last_rows = 0
         self.pace = 1.0
         self.credit: float | None = None  # seconds that probes may still lose
 
     def ran(self, rows: int, seconds: float, in_use: bool = True) -> None:
         same, self._last_rows = rows == self._last_rows, rows
-        if not same:
-            return
-        usual = self._runs.setdefault(rows, Latest())
-        if in_use and usual.count >= _LATEST:
+        usual = (self._runs if same else self._rough).setdefault(rows, Latest())
+        if same and in_use and usual.count >= _LATEST:
             self.pace += _PACE * (min(max(seconds / usual.value, self.pace / 2), 2 * self.pace) - self.pace)
         else:
             usual.add(seconds / self.pace)
@@ -71,23 +71,27 @@ class Costs:
             self._draft.add(each)
         elif self._draft.count:
             self._missing.add(max(0.0, each - self._draft.value) / missing)
+        else:
+            self._first_draft.add(each)
 
     def measured(self, rows: int) -> int:
         """How often."""
-        return self._runs[rows].count if rows in self._runs else 0
+        return sum(known[rows].count // n for known, n in ((self._runs, 1), (self._rough, 2)) if rows in known)
 
     def run(self, rows: int) -> float:
         """Of a step; between numbers of rows that were measured, and outside of them, on a line."""
-        known = sorted(self._runs)
+        runs = self._runs if len(self._runs) > 1 else self._rough | self._runs
+        known = sorted(runs)
         if rows in known or len(known) < 2:
-            return self._runs[rows if rows in known else known[0]].value if known else 0.0
+            return runs[rows if rows in known else known[0]].value if known else 0.0
         low = max((r for r in known[:-1] if r < rows), default=known[0])
         high = min(r for r in known if r > low)
-        a, b = self._runs[low].value, self._runs[high].value
+        a, b = runs[low].value, runs[high].value
         return a + (b - a) * (rows - low) / (high - low)
 
     def draft(self, heads: int, missing: int = 0) -> float:
-        return heads * (self._draft.value + missing * self._missing.value)
+        each = self._draft if self._draft.count else self._first_draft
+        return heads * (each.value + missing * self._missing.value)
 
 
 class Acceptance:
@@ -149,7 +153,7 @@ class Chooser:
         if best != self._now:
             self._now, self._every = best, PROBE_EVERY
         for k in (self._most, 0):
-            if self.costs.measured(k + 1) < _SURE:
+            if self.costs.measured(min(k, room) + 1) < _SURE:
                 return min(k, room)
         self._since += 1
         if self._burst == 0:
@@ -204,10 +208,11 @@ class Chooser:
         """A step took `seconds`, draft included."""
         seconds /= self.costs.pace
         most = _CREDIT * self.seconds(0)
-        credit = most / 2 if self.costs.credit is None else self.costs.credit
-        if self._probing is not None:
-            credit -= self._lost(drafts, seconds, accepted + 1, self._now)
-        self.costs.credit = min(credit + PROBE_SHARE * seconds, most)
+        if self.costs.credit is not None and self._probing is not None:
+            self.costs.credit -= self._lost(drafts, seconds, accepted + 1, self._now)
+        if most:
+            credit = most / 2 if self.costs.credit is None else self.costs.credit
+            self.costs.credit = min(credit + PROBE_SHARE * seconds, most)
         if accepted < drafts:
             self._burst = 0
         if self._burst == 0:

@@ -62,8 +62,8 @@ def mask_behind(guide: Guide, drafts: Sequence[int]) -> Mask | None:
 class GrammarGuide:
     """A Guide by llguidance's matcher."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int):
-        self._matcher, self._size = matcher, vocab_size
+    def __init__(self, matcher: LLMatcher, vocab_size: int, grammar: Grammar):
+        self._matcher, self._size, self._grammar = matcher, vocab_size, grammar
 
     def mask(self) -> Mask:
         bits = np.frombuffer(self._sound(self._matcher.compute_bitmask()), np.uint8)
@@ -84,9 +84,13 @@ class GrammarGuide:
         return self._sound(self._matcher.is_stopped())
 
     def _sound(self, answer: T) -> T:
-        """What the matcher said; it counts as stopped when it has failed. Raises MimoEdgeError then."""
+        """What the matcher said. Raises MimoEdgeError when it has failed (and counts as stopped), BadInputError at a
+        limit of llguidance."""
         if self._matcher.is_error():
-            raise MimoEdgeError(f"the grammar cannot go on: {_line(self._matcher.get_error())}")
+            why = self._matcher.get_error()
+            if "NoExtension" in why:
+                raise MimoEdgeError(f"the grammar cannot go on: {_line(why)}")
+            raise _too_complex(self._grammar, why)
         return answer
 
 
@@ -108,7 +112,7 @@ class Guides:
         with needs_extra("guided", "a schema, regex or grammar"):
             import llguidance  # noqa: F401
         with self._lock:
-            return GrammarGuide(self._compiled(grammar).deep_copy(), self._text.spec.vocab_size)
+            return GrammarGuide(self._compiled(grammar).deep_copy(), self._text.spec.vocab_size, grammar)
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
@@ -122,13 +126,13 @@ class Guides:
         matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
         if matcher.is_error():
             raise _refused(grammar, matcher.get_error())
-        if obstacle := self._obstacle(matcher.deep_copy()):
+        if obstacle := self._obstacle(matcher.deep_copy(), grammar):
             raise _refused(grammar, obstacle)
         return matcher
 
-    def _obstacle(self, matcher: LLMatcher) -> str:
+    def _obstacle(self, matcher: LLMatcher, grammar: Grammar) -> str:
         """Why the first choice cannot be reached, if so: what fails at once should fail before the model runs."""
-        guide = GrammarGuide(matcher, self._text.spec.vocab_size)
+        guide = GrammarGuide(matcher, self._text.spec.vocab_size, grammar)
         try:
             mask = guide.mask()
             mask[list(self._text.spec.eos_ids)] = False
@@ -139,7 +143,11 @@ class Guides:
             if not guide.finished:
                 guide.mask()
         except MimoEdgeError as e:
-            return "no text satisfies it" if "NoExtension" in matcher.get_error() else str(e)
+            if "NoExtension" in matcher.get_error():
+                return "no text satisfies it"
+            if isinstance(e, BadInputError):
+                raise
+            return str(e)
         return ""
 
 
@@ -169,8 +177,17 @@ def _refused(grammar: Grammar, why: str) -> BadInputError:
     return BadInputError(f"the {grammar.kind} cannot be used: {_line(why)}")
 
 
+def _too_complex(grammar: Grammar, why: str) -> BadInputError:
+    """llguidance gave up on what it could compile, usually at one of its limits on work."""
+    shown = grammar.text if len(grammar.text) <= 60 else grammar.text[:56] + " ..."
+    return BadInputError(
+        f"the {grammar.kind} {shown!r} is too complex ({_line(why)[:80]}; allowed: what llguidance follows within its "
+        "limits): give a simpler one, with fewer and smaller nested repetitions"
+    )
+
+
 def _line(message: str) -> str:
     """llguidance's message in one line, without the excerpt of the grammar that it points into."""
     lines = [s for s in message.splitlines() if not re.fullmatch(r"\s*(\d+ \|.*|\^)?\s*", s)]
-    text = " ".join(" ".join(lines).split())
+    text = " ".join(" ".join(lines).replace("<non-verbose/>", "").split())
     return text if len(text) <= _SHOWN else text[: _SHOWN - 4] + " ..."

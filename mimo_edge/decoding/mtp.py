@@ -226,11 +226,12 @@ class Speculation:
             head.agreed(self._context + kept)
         for i in range(sum(held)):
             self._accepted[i] += 1
-        count, drafting, verify = len(self.drafts), self._seconds["draft"], self._seconds["verify"]
+        count, drafting = len(self.drafts), self._seconds["draft"]
+        step = self._seconds["verify"] + self._seconds["accept"]  # a device's rounds do not tell them apart
         if count:
             self._drafter.costs.drafted(count, self._missing, drafting)
-        self._drafter.costs.ran(1 + count, verify, self._chooser.in_use)
-        self._chooser.learn(count, len(held), sum(held), drafting + verify)
+        self._drafter.costs.ran(1 + count, step, self._chooser.in_use)
+        self._chooser.learn(count, len(held), sum(held), drafting + step)
 
     def use(self) -> MtpUse:
         """Of the reply so far."""

@@ -300,6 +300,12 @@ def test_no_prompt_at_a_terminal_is_explained(command, bundle, monkeypatch):
     assert code == 2 and "no prompt: give --prompt TEXT" in error_line(err)
 
 
+def test_options_are_checked_before_a_model_is_opened(command):
+    for args, message in ((["--max-tokens", "0"], "max_tokens 0"), (["--stop", ""], "stop string is empty")):
+        code, _, err = command("run", "no-such-bundle", "-p", "x", *args)
+        assert code == 2 and message in error_line(err)
+
+
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [

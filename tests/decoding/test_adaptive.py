@@ -20,13 +20,14 @@ class Device:
         self.slow = 1.0  # what slows everything down now
         self.change, self.last = 0.5, 0  # what a step of another size than the last costs
 
-    def reply(self, tokens, shares, drafts="auto"):
-        """Seconds of a reply."""
+    def reply(self, tokens, shares, drafts="auto", ends=False):
+        """Seconds of a reply. `ends`: no more drafts than tokens are left."""
         chooser = Chooser(self.costs, self.usual, MAX_DRAFTS)
         made, seconds, behind, self.used = 0, 0.0, WINDOW, [0] * 4
         while made < tokens:
             missing = behind if behind > 1 else 0
-            k = chooser.choose(MAX_DRAFTS, missing) if drafts == "auto" else drafts
+            room = min(MAX_DRAFTS, tokens - made - 1) if ends else MAX_DRAFTS
+            k = (chooser.choose(room, missing) if room else 0) if drafts == "auto" else drafts
             held = next((i for i in range(k) if self.random.random() >= shares[i]), k)
             draft = k * (self.draft + missing * MISSING) * self.slow
             run = self.run[k] * self.slow
@@ -139,6 +140,19 @@ def test_a_device_that_slows_down_is_no_reason_to_change(shares):
 def test_it_never_makes_more_drafts_than_there_is_room_for():
     chooser = Chooser(Costs(), Acceptance(256), 3)
     assert [chooser.choose(room, 0) for room in (0, 1, 2, 3)] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("tokens", [2, 3, 4])
+def test_short_replies_find_out_that_drafts_do_not_pay(tokens):
+    """Hardly any of their steps has the size of the one before it."""
+    device = Device(run=(1.0, 2.0, 3.0, 4.0), draft=2.0)
+    for _ in range(40):
+        device.reply(tokens, COMMANDS, ends=True)
+    drafted = 0
+    for _ in range(50):
+        device.reply(tokens, COMMANDS, ends=True)
+        drafted += sum(device.used[1:])
+    assert drafted <= 2
 
 
 def test_a_single_outlier_hardly_counts():

@@ -190,6 +190,12 @@ def test_what_cannot_be_followed_is_refused_in_one_line_before_anything_is_taken
     assert_nothing_is_taken(engine)
 
 
+def test_a_regex_beyond_what_can_be_compiled_is_refused_by_its_text():
+    with pytest.raises(BadInputError, match=r"regex .* too complex .*simpler") as error:
+        fake_engine().generate("abc", regex="(a?){9000}a{9000}")
+    assert "non-verbose" not in str(error.value) and len(str(error.value)) < 320
+
+
 def test_a_schema_too_deep_to_read_is_refused():
     schema = {"type": "string"}
     for _ in range(5000):

@@ -141,7 +141,7 @@ PEAKS = {
 
 
 @pytest.mark.parametrize("name", PEAKS)
-def test_plans_are_within_3_percent_of_peaks_that_were_measured_on_a_gpu(name):
+def test_plans_are_close_to_peaks_that_were_measured_on_a_gpu(name):
     code, heads, peaks = PEAKS[name]
     spec = read_spec(BUILT_IN / "spec.json" if name == "reference" else SPECS / f"{name}.json")
     if name != "reference":  # as export/programs/random_bundle.py makes them
@@ -151,7 +151,8 @@ def test_plans_are_within_3_percent_of_peaks_that_were_measured_on_a_gpu(name):
     for model in (Subject(name, spec, 0), Subject(name, spec, 0, programs=programs, code_bytes=code)):
         for context, peak in peaks.items():
             made = plan(model, "cuda", replace(ROOMY, device_only=True), Load(context, heads=heads))
-            assert made.total == pytest.approx(peak, rel=0.03), (model.programs is None, context)
+            exact = model.programs is not None  # by shape it is an estimate
+            assert made.total == pytest.approx(peak, rel=0.003 if exact else 0.02), (exact, context)
 
 
 def test_the_largest_context_and_the_most_sessions_are_the_most_that_fit():

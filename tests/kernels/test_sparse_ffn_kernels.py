@@ -8,7 +8,7 @@ from packed import close, random_matrix
 from mimo_edge.errors import UnsupportedError
 from mimo_edge.kernels.sparse_ffn import variants
 from mimo_edge.kernels.sparse_ffn.reference import sparse_ffn
-from mimo_edge.spec import GateSpec
+from mimo_edge.spec import GateSpec, TensorQuant
 
 EPS = 1e-6
 INTER, RANK = 384, 24
@@ -113,6 +113,12 @@ def test_a_row_s_bits_do_not_depend_on_what_its_neighbours_keep():
         }
         alone.buffers |= {n: case.buffers[n][row : row + 1].clone() for n in ("x", "r")}
         assert torch.equal(alone.decode()[0], together[row])
+
+
+def test_the_list_is_made_by_one_program_behind_those_it_waits_for():
+    names = {n: n for n in (*SAME, "listed")}
+    _, kept, _ = variants.decode_sparse(1, INTER, 128, TensorQuant(4, 64), GateSpec(32, RANK), eps=EPS, **names)
+    assert kept.grid == (INTER // 32 + 1, 1, 1)
 
 
 def test_many_rows_have_the_same_masks():

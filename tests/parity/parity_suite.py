@@ -23,6 +23,25 @@ class Missing(Exception):
     """Nothing to compare: `args` are what is not there, and why."""
 
 
+def once(make: Callable[..., Any]) -> Callable[..., Any]:
+    """`make`, called once for the same arguments; an exception is kept as well: another try would take as long."""
+
+    @functools.cache
+    def outcome(*args: Any) -> tuple[Any, Exception | None]:
+        try:
+            return make(*args), None
+        except Exception as e:
+            return None, e
+
+    def known(*args: Any) -> Any:
+        made, failed = outcome(*args)
+        if failed:
+            raise failed
+        return made
+
+    return known
+
+
 class Suite:
     """`make` makes a model in a new folder; `backends` open a bundle, with a folder to work in."""
 
@@ -34,9 +53,7 @@ class Suite:
     ):
         self._folder, self._make, self._backends = folder, make, backends
         self._opened: list[Any] = []
-        self.model = functools.cache(self._model)
-        self.backend = functools.cache(self._backend)
-        self.outcome = functools.cache(self._outcome)
+        self.model, self.backend, self.outcome = map(once, (self._model, self._backend, self._outcome))
 
     def cell(self, model: str, scenario: str, backend: str) -> Cell:
         """Raises Missing when there is no such model, backend or scenario here."""

@@ -3,14 +3,13 @@
 import functools
 
 import pytest
+from _parity import ORIN
 from parity_backends import BACKENDS, capability
 from parity_models import MODELS, make
 from parity_scenarios import SCENARIOS
 from parity_suite import Missing, Suite
 
 from mimo_edge.errors import UnsupportedError
-
-ORIN = 87
 
 
 @pytest.fixture(scope="session")

@@ -1,10 +1,11 @@
 """Where a gate's block that is turned around explains another token."""
 
 import numpy as np
+from _gate_ties import GateTies
 
 from mimo_edge.bundle import BUILT_IN
+from mimo_edge.evaluation.ties import margin
 from mimo_edge.request import SamplingParams
-from scripts._gate_ties import GateTies
 
 TEXT = list(range(300, 320))
 EPSILON = 2e-4  # two blocks of this text are that close to their threshold
@@ -18,5 +19,8 @@ def test_a_block_near_its_threshold_explains_a_token_that_it_decides_on_and_no_o
     assert 0 < np.abs(turned - logits).max() < 1
     best, worst = int(logits.argmax()), int(logits.argmin())
     assert not ties.explain(TEXT, (best, worst), greedy, EPSILON)
-    assert ties.explain(TEXT, (best, best), greedy, EPSILON)
-    assert not ties.explain(TEXT, (best, best), greedy, 0.0)
+    order = np.argsort(logits)[::-1]
+    pairs = list(zip(order[:-1].tolist(), order[1:].tolist(), strict=True))
+    swapped = [p for p in pairs if margin(logits, p, 0, greedy) > EPSILON and margin(turned, p, 0, greedy) < 0]
+    assert swapped, "the block decides between no two neighbours"
+    assert ties.explain(TEXT, swapped[0], greedy, EPSILON)
