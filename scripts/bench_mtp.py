@@ -162,7 +162,7 @@ def behind_prompts(engine: Engine, count: int) -> tuple[list[float], list[float]
         late = [a + b - c for a, b, c in zip(late, whole, part, strict=True)]
         early = [a + b for a, b in zip(early, again, strict=True)]
         found += 1
-    return [n / early[0] for n in early[1:]], [n / late[0] for n in late[1:]]
+    return [n / max(1, early[0]) for n in early[1:]], [n / max(1, late[0]) for n in late[1:]]
 
 
 def main() -> None:
