@@ -169,7 +169,7 @@ class Engine:
         seat = self.room.enter(rows, None if session_id is None else (tenant, session_id))
         try:
             return Generation(self, seat, request, guide)
-        except BaseException:  # a value of a wrong type: the room goes back before anybody hears of it
+        except BaseException:  # whatever it is, the room goes back before anybody hears of it
             seat.leave()
             raise
 

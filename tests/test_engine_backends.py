@@ -116,8 +116,13 @@ def test_our_own_missing_modules_are_not_blamed_on_an_extra(monkeypatch):
         registry.load("reference", None)
 
 
-def test_a_request_that_cannot_start_gives_its_room_back(bundles):
+def test_a_request_that_cannot_start_gives_its_room_back(bundles, monkeypatch):
+    def broken(*_args):
+        assert engine.pools.pages.used > 0
+        raise RuntimeError("cannot start")
+
     with Engine.open(bundles / "qwen", threads=1) as engine:
-        with pytest.raises(AttributeError):
-            engine.generate(PROMPT, sampling=None)
+        monkeypatch.setattr(engine, "speculation", broken)
+        with pytest.raises(RuntimeError, match="cannot start"):
+            engine.generate(PROMPT)
         assert engine.pools.pages.used == engine.pools.rings.used == 0
