@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from mimo_edge.export.graph.cpu import emit_graphs
 from mimo_edge.export.programs import add_kernels
 from mimo_edge.export.quantize.rtn import quantize_rows
 from mimo_edge.params import parameters, stored_tensors
-from mimo_edge.spec import ModelSpec
+from mimo_edge.spec import ModelSpec, read_spec
 from mimo_edge.tensors import lay_out
 
 SPECS = Path(__file__).parent / "specs"
@@ -27,18 +26,14 @@ TIE = 0.05  # logits: what float16 activations may turn around
 Progress = Callable[[int, int, str], None]
 
 
-def read_spec(name: str) -> ModelSpec:
-    return ModelSpec.from_json(json.loads((SPECS / f"{name}.json").read_text()))
-
-
 def shapes() -> dict[str, ModelSpec]:
     """Models small enough for the reference on a CPU, with what the built-in one lacks."""
-    gemma, seven = read_spec("gemma-3-270m"), read_spec("mimo-7b")
+    gemma, seven = (read_spec(SPECS / f"{name}.json") for name in ("gemma-3-270m", "mimo-7b"))
     few = replace(seven, layers=seven.layers[:2], vocab_size=4000, max_context=8192)
     biased = {k: replace(a, qkv_bias=True) for k, a in few.attention.items()}
     return {
         "gemma": replace(gemma, layers=gemma.layers[4:8], vocab_size=8000, max_context=8192),
-        "mimo-v2": read_spec("mimo-v2-small"),
+        "mimo-v2": read_spec(SPECS / "mimo-v2-small.json"),
         "7b, 2 layers, biases": replace(few, attention=biased),
     }
 

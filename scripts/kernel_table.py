@@ -9,7 +9,6 @@ kernel. Takes minutes on two cores; results are cached (MIMO_EDGE_CACHE).
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from mimo_edge.export.programs import lower
 from mimo_edge.export.programs.tuning import tuning
 from mimo_edge.kernels.aot import compile_variants
 from mimo_edge.kernels.launch import Variant
-from mimo_edge.spec import MAX_DRAFTS, ModelSpec, MtpSpec
+from mimo_edge.spec import MAX_DRAFTS, ModelSpec, MtpSpec, read_spec
 
 PAGE = Path(__file__).parents[1] / "docs" / "kernels_table.md"
 SPECS = {
@@ -37,9 +36,9 @@ prefill.
 """
 
 
-def read_spec(path: Path) -> ModelSpec:
+def with_heads(path: Path) -> ModelSpec:
     """A model; MiMo-7B with its MTP head, which its file here leaves out."""
-    spec = ModelSpec.from_json(json.loads(path.read_text()))
+    spec = read_spec(path)
     head = MtpSpec(1, "full", "dense", order="hidden_first", zero_first=True)
     return replace(spec, mtp=head) if spec.family == "mimo" else spec
 
@@ -48,7 +47,7 @@ def variants(target: str) -> dict[str, tuple[Variant, set[str]]]:
     """Key -> the variant, and where it is used: "model, decode"."""
     found: dict[str, tuple[Variant, set[str]]] = {}
     for model, path in SPECS.items():
-        for program in lower(read_spec(path), tuning(target)).programs.values():
+        for program in lower(with_heads(path), tuning(target)).programs.values():
             kind = "decode" if program.rows <= MAX_DRAFTS + 1 else "prefill"
             for x in (*program.launches, *program.commit):
                 found.setdefault(x.variant.key, (x.variant, set()))[1].add(f"{model}, {kind}")

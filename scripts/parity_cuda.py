@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _parity import ORIN, TIE, TOLERANCE, open_for_orin, random_weights, read_spec, shapes
+from _parity import ORIN, SPECS, TIE, TOLERANCE, open_for_orin, random_weights, shapes
 
 from mimo_edge.backends import oracle
 from mimo_edge.backends.base import Step
@@ -41,7 +41,7 @@ from mimo_edge.export.programs.tuning import tuning
 from mimo_edge.kernels.aot import compile_variants
 from mimo_edge.kernels.launch import Variant
 from mimo_edge.kv.layout import SequenceSlots, plan_layout
-from mimo_edge.spec import AttentionSpec, FeedForwardSpec, LayerSpec, ModelSpec, QuantSpec, TensorQuant
+from mimo_edge.spec import AttentionSpec, FeedForwardSpec, LayerSpec, ModelSpec, QuantSpec, TensorQuant, read_spec
 from mimo_edge.tensors import read_tensors
 
 BEGAN = time.perf_counter()
@@ -85,8 +85,8 @@ def deep(window: int | None) -> ModelSpec:
 
 
 def all_specs() -> list[ModelSpec]:
-    built_in = ModelSpec.from_json(json.loads((BUILT_IN / "spec.json").read_text()))
-    return [built_in, *shapes().values(), read_spec("mimo-7b"), deep(128), deep(None)]
+    built_in = read_spec(BUILT_IN / "spec.json")
+    return [built_in, *shapes().values(), read_spec(SPECS / "mimo-7b.json"), deep(128), deep(None)]
 
 
 class Opened:
@@ -194,7 +194,7 @@ def sections(folder: Path, own: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Everything, the most wanted first; bundles are made when a section that needs them is run."""
     targets = [ORIN, own]
     built_in = functools.cache(lambda: retarget(Bundle.open(BUILT_IN), folder / "built-in", targets, quiet))
-    specs = {"7b": read_spec("mimo-7b"), "window": deep(128), "full": deep(None)}
+    specs = {"7b": read_spec(SPECS / "mimo-7b.json"), "window": deep(128), "full": deep(None)}
     made = functools.cache(lambda name: random_bundle(specs[name], folder / name, targets, quiet))
     known = functools.cache(
         lambda seed: random_weights([*shapes().values()][seed], folder / str(seed), targets, seed, quiet)

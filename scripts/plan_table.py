@@ -6,7 +6,6 @@ python scripts/plan_table.py [-o FILE]
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from mimo_edge.bundle import BUILT_IN
@@ -15,7 +14,7 @@ from mimo_edge.device.footprint import Load, Subject
 from mimo_edge.device.memory import Plan, plan
 from mimo_edge.device.modules import MODULES, Module
 from mimo_edge.device.subject import assume
-from mimo_edge.spec import ModelSpec, QuantSpec
+from mimo_edge.spec import QuantSpec, read_spec
 
 PAGE = Path(__file__).parents[1] / "docs" / "plans.md"
 SPECS = Path(__file__).parent / "specs"
@@ -53,7 +52,7 @@ PUBLISHED = {"agx-orin-64gb": (2978, 89.5), "orin-nx-16gb": (2999, 52.2), "orin-
 
 
 def subject(name: str) -> Subject:
-    spec = ModelSpec.from_json(json.loads(MODELS[name].read_text()))
+    spec = read_spec(MODELS[name])
     return assume(Subject.of(spec, name), QuantSpec(), None, None)
 
 

@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 from fakes import fake_engine, reply
 
 from mimo_edge.cache import CacheOptions
@@ -25,3 +26,13 @@ def reused(e, asked, n=5):
     result = reply(e, asked, max_tokens=n)
     assert result.tokens == expected(asked, n)
     return result.cache.reused_tokens
+
+
+def rows_of(engine, session):
+    """Committed rows where the sequence lies."""
+    at, found = session.sequence, []
+    for kind in engine.layout.row_kinds:
+        first = at.first_held(kind.slots)
+        found.append(np.empty((len(at.tokens) - first) * kind.token_bytes, np.uint8))
+        engine.backend.read_rows(at.slots, kind.name, first, len(at.tokens), found[-1])
+    return found

@@ -4,6 +4,7 @@ import random
 
 import numpy as np
 import pytest
+from cached import rows_of
 from fakes import EOS
 from specs import ALL
 from tiny_bundle import write_bundle
@@ -66,21 +67,12 @@ def test_tokens_are_the_same_with_and_without_a_cache(name, backend, bundles):
 def test_restored_rows_are_byte_for_byte_those_that_were_stored(name, backend, n, bundles):
     with Engine.open(bundles / name, backend, sessions=2, threads=1, cache=ROOM) as engine:
         prompt = np.random.default_rng(n).integers(0, 256, n).tolist()
-
-        def rows(session):
-            at, out = session.sequence, []
-            for kind in engine.layout.row_kinds:
-                first = at.first_held(kind.slots)
-                out.append(np.empty((len(at.tokens) - first) * kind.token_bytes, np.uint8))
-                engine.backend.read_rows(at.slots, kind.name, first, len(at.tokens), out[-1])
-            return out
-
         with engine.session() as a, engine.session() as b:
             list(a.generate(prompt, max_tokens=1))
-            stored = rows(a)
+            stored = rows_of(engine, a)
             reply = b.generate([*prompt, 7], max_tokens=1)
             assert b.sequence.tokens == prompt
-            for x, y in zip(stored, rows(b), strict=True):
+            for x, y in zip(stored, rows_of(engine, b), strict=True):
                 assert np.array_equal(x, y)
             list(reply)
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from cached import rows_of
 from cuda_bundle import open_cuda, write_cuda_bundle
 from fakes import reply
 from specs import gemma_spec
@@ -27,16 +28,6 @@ def bundle(tmp_path, monkeypatch):
 def opened(path, folder):
     cache = CacheOptions(bytes=64 << 20, folder=folder)
     return Engine.open(path, "cuda", max_context=128, sessions=3, cache=cache)
-
-
-def rows_of(engine, session):
-    """Committed rows where the sequence lies."""
-    at, found = session.sequence, []
-    for kind in engine.layout.row_kinds:
-        first = at.first_held(kind.slots)
-        found.append(np.empty((len(at.tokens) - first) * kind.token_bytes, np.uint8))
-        engine.backend.read_rows(at.slots, kind.name, first, len(at.tokens), found[-1])
-    return found
 
 
 def asked(engine, session, prompt):

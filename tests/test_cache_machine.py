@@ -5,7 +5,6 @@ a step could see is compared before it runs. tests/kv/test_prefix_machine.py com
 MIMO_EDGE_STEPS sets the number of steps: 2,000 by default.
 """
 
-import os
 import tempfile
 import threading
 from dataclasses import dataclass, field, replace
@@ -13,9 +12,10 @@ from pathlib import Path
 from random import Random
 
 import numpy as np
-from hypothesis import HealthCheck, Phase, settings
+import random_order
+from hypothesis import Phase
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from specs import mimo_spec
 
 from mimo_edge.cache import CacheOptions, EngineCache
@@ -28,8 +28,7 @@ from mimo_edge.kv.windows import first_visible
 from mimo_edge.request import Request
 from mimo_edge.spec import MAX_DRAFTS, AttentionSpec, LayerSpec
 
-STEPS = int(os.environ.get("MIMO_EDGE_STEPS", "2000"))
-PER_RUN, CONTEXT, POISON = 50, 64, -1
+CONTEXT, POISON = 64, -1
 SEEDS = st.integers(0, 2**32)
 GEOMETRIES = {  # windows of the layers, None for a full one; page size
     "page does not divide the window": ((None, 4), 3),
@@ -269,15 +268,4 @@ class Machine(RuleBasedStateMachine):
 
 
 def test_all_operations_in_random_order():
-    run_state_machine_as_test(
-        Machine,
-        settings=settings(
-            max_examples=max(1, STEPS // PER_RUN),
-            stateful_step_count=PER_RUN,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-            phases=(Phase.generate,),  # nothing to shrink: steps are made of seeds
-            print_blob=True,
-            database=None,
-        ),
-    )
+    random_order.run(Machine, phases=(Phase.generate,))  # nothing to shrink: steps are made of seeds

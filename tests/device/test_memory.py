@@ -1,6 +1,5 @@
 """The planner: bytes by item, what fits and the most that does, and the budget that is enforced beforehand."""
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +31,7 @@ from mimo_edge.export.programs.tuning import tuning
 from mimo_edge.export.programs.weights import device_weights
 from mimo_edge.kv.layout import plan_layout
 from mimo_edge.params import parameters
-from mimo_edge.spec import ModelSpec, QuantSpec, TensorQuant, read_spec
+from mimo_edge.spec import QuantSpec, TensorQuant, read_spec
 
 SPECS = Path(__file__).parents[2] / "scripts" / "specs"
 ROOMY = Capacity("a machine", 64 << 30, 60 << 30, 1 << 30, "a test")
@@ -79,7 +78,7 @@ def test_state_of_mtp_heads_counts():
 
 @pytest.mark.parametrize("file", ["gemma-3-270m.json", "mimo-7b.json"])
 def test_gpu_weights_and_scratch_without_programs_are_those_of_the_programs(file):
-    spec = replace(ModelSpec.from_json(json.loads((SPECS / file).read_text())), mtp=None, quant=INT4)
+    spec = replace(read_spec(SPECS / file), mtp=None, quant=INT4)
     check_supported(spec)
     assert footprint.GPU_SPARE == SPARE
     rotations = sum(b.nbytes for n, b in device_weights(spec).items() if n.startswith("frequencies."))
@@ -274,7 +273,7 @@ def test_a_cache_counts_against_the_budget(tmp_path):
 
 def test_a_model_s_plan_does_not_change_by_itself():
     """Plans are promises: whoever changes a formula changes these figures, and the tables in docs/plans.md."""
-    spec = ModelSpec.from_json(json.loads((SPECS / "gemma-3-270m.json").read_text()))
+    spec = read_spec(SPECS / "gemma-3-270m.json")
     found = [
         plan(assume(Subject.of(spec), QuantSpec(), 4, 32), b, ROOMY, Load(4096)).total for b in ("cuda", "onnxruntime")
     ]

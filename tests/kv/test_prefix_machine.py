@@ -4,10 +4,9 @@ A row of position p stands for everything that it depends on, tokens[:p+1], so a
 windows or tenants cannot pass. MIMO_EDGE_STEPS sets the number of steps: 2,000 by default, 200,000 in a slow run.
 """
 
-import os
 from random import Random
 
-from hypothesis import HealthCheck, settings
+import random_order
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -15,7 +14,6 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from mimo_edge.kv.eviction import LeastRecent, PathFrequency, PlainFrequency
@@ -25,8 +23,6 @@ from mimo_edge.kv.prefix import PrefixCache
 from mimo_edge.kv.snapshots import Geometry
 from mimo_edge.kv.windows import first_visible
 
-STEPS = int(os.environ.get("MIMO_EDGE_STEPS", "2000"))
-PER_RUN = 50
 SEEDS = st.integers(0, 2**32)
 ROOT = st.sampled_from([b"tenant a", b"tenant a", b"tenant b"])
 
@@ -212,14 +208,4 @@ class Machine(RuleBasedStateMachine):
 
 
 def test_all_operations_in_random_order():
-    run_state_machine_as_test(
-        Machine,
-        settings=settings(
-            max_examples=max(1, STEPS // PER_RUN),
-            stateful_step_count=PER_RUN,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-            print_blob=True,
-            database=None,
-        ),
-    )
+    random_order.run(Machine)

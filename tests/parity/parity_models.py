@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from _mtp import without_gates
 from _parity import random_weights, shapes
 from numpy.typing import NDArray
 
 from mimo_edge.backends import oracle
-from mimo_edge.backends.onnxruntime import FLOAT_MODEL
 from mimo_edge.backends.reference import BundleWeights
-from mimo_edge.bundle import BUILT_IN, TOKENIZER, WEIGHTS, Bundle, BundleWriter
+from mimo_edge.bundle import BUILT_IN, TOKENIZER, WEIGHTS, Bundle
 from mimo_edge.evaluation.suites import load_suite
-from mimo_edge.export.graph.cpu import emit_graphs
 from mimo_edge.export.programs import retarget
-from mimo_edge.params import stored_tensors
-from mimo_edge.tensors import lay_out, read_tensors
+from mimo_edge.tensors import read_tensors
 from mimo_edge.text import Text
 
 GIVEN = "MIMO_EDGE_PARITY_BUNDLE"  # the folder of one more bundle
@@ -86,7 +83,7 @@ def make(name: str, folder: Path, capabilities: Sequence[int]) -> Model:
         commands = load_suite("commands", 2).commands
         prompts = [np.array(text.encode_chat(list(c.messages))) for c in commands]
         if name.endswith("gates off"):
-            source = without_gates(source, folder / "without gates")
+            source = Bundle.open(without_gates(source.path, folder / "without gates"))
         return Model(retarget(source, folder / "bundle", capabilities, quiet), prompts=prompts)
     if name == "given bundle":
         if not (given := os.environ.get(GIVEN)):
@@ -94,22 +91,6 @@ def make(name: str, folder: Path, capabilities: Sequence[int]) -> Model:
         return Model(retarget(Bundle.open(given), folder / "bundle", capabilities, quiet))
     shape = name.partition(",")[0]
     return Model(random_weights(shapes()[shape], folder / "bundle", capabilities, len(shape), quiet))
-
-
-def without_gates(source: Bundle, out: Path) -> Bundle:
-    """The same weights, all of them used for every row."""
-    ffn = {kind: replace(f, gate=None) for kind, f in source.spec.ffn.items()}
-    spec, tensors = replace(source.spec, ffn=ffn), read_tensors(source.file(WEIGHTS))
-    header, places = lay_out(stored_tensors(spec))
-    with BundleWriter(out) as writer:
-        with writer.path(WEIGHTS).open("wb") as file:
-            file.write(header)
-            for t in stored_tensors(spec):
-                file.write(tensors[t.name].tobytes())
-        for name, graph in emit_graphs(spec, places, FLOAT_MODEL, accuracy_level=1):
-            writer.path(name).write_bytes(graph.SerializeToString())
-        writer.path(TOKENIZER).write_bytes(source.file(TOKENIZER).read_bytes())
-        return writer.finish(spec, "cpu", "without gates")
 
 
 def quiet(done: int, total: int, what: str) -> None:

@@ -7,7 +7,6 @@ curves all:SHARE (one threshold for all layers) and layer:SHARE (a threshold for
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from mimo_edge.bundle import WEIGHTS, read_tensors
 from mimo_edge.params import parameters
-from mimo_edge.spec import ModelSpec
+from mimo_edge.spec import read_spec
 from scripts.reference_model import checkpoint
 from scripts.reference_model.quality.decode import drafts, generate, greedy, sampled
 from scripts.reference_model.quality.subject import Pass, Subject
@@ -98,7 +97,7 @@ def measure(args: argparse.Namespace, bundles: dict[str, Path]) -> None:
     began = time.monotonic()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     source = args.float or next(iter(bundles.values()))
-    spec = _spec(source)
+    spec = read_spec(source / "spec.json")
     texts = load_texts(args.data, args.length, args.limit)
     measurement = Measurement(Subject(spec, device, args.batch, args.length, not args.eager), texts)
     answered = int((texts.answers.last - texts.answers.first + 1).sum())
@@ -162,7 +161,7 @@ def shifts(values: NDArray[np.float32], share: float) -> dict[str, list[float]]:
 
 def bundle_weights(folder: Path) -> dict[str, Tensor]:
     """Every parameter of a bundle, float32, exactly as its integers and scales say."""
-    spec = _spec(folder)
+    spec = read_spec(folder / "spec.json")
     tensors = read_tensors(folder / WEIGHTS)
     out = {}
     for p in parameters(spec):
@@ -182,7 +181,3 @@ def dequantize(q: NDArray[np.uint8], scales: NDArray, zeros: NDArray[np.uint8], 
     integers, zero = (x if bits == 8 else np.stack([x & 15, x >> 4], -1).reshape(*x.shape[:-1], -1) for x in (q, zeros))
     away = integers.astype(np.float32) - zero[:, :groups, None].astype(np.float32)
     return (away * scales[..., None].astype(np.float32)).reshape(n, -1)
-
-
-def _spec(folder: Path) -> ModelSpec:
-    return ModelSpec.from_json(json.loads((folder / "spec.json").read_text("utf-8")))
